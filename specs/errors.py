@@ -1,0 +1,61 @@
+"""The one family of errors. Every error that Interlock raises itself derives from `InterlockError`.
+
+Only the errors of specs live here; the engine adds its own in `interlock.errors`, which also
+re-exports these, so that a user needs one name space.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class InterlockError(Exception):
+    """Base of all errors that Interlock raises on its own account."""
+
+
+class SpecError(InterlockError):
+    """A spec (or a monitor, or a program) cannot be built.
+
+    All mistakes are found before this is raised, so that one edit can mend them all.
+
+    Attributes:
+        problems: One sentence per mistake, each with its remedy.
+    """
+
+    def __init__(self, what: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        super().__init__(f"{what} cannot be built, {len(self.problems)} problem(s):\n{lines}")
+
+
+class IllegalTransition(InterlockError):
+    """An event was fired that the spec does not allow here. Nothing has changed.
+
+    Attributes:
+        event: The event that was asked for.
+        phase: The phase in which it was asked.
+        legal: The events that are legal there, sorted.
+    """
+
+    def __init__(
+        self, event: str, phase: str, legal: Iterable[str], *, why: str = "", recent: Sequence[str] = ()
+    ) -> None:
+        self.event = event
+        self.phase = phase
+        self.legal = tuple(sorted(legal))
+        because = f" ({why})" if why else ""
+        last = f" Last events: {' -> '.join(recent)}." if recent else ""
+        options = ", ".join(self.legal) or "none: the run is over, start a new one"
+        super().__init__(
+            f"event '{event}' is not legal in phase '{phase}'{because}. Legal here: {options}.{last}"
+        )
+
+
+class UnknownName(InterlockError, LookupError):
+    """A name (of a backend, a spec, a phase) is not known; the message lists those that are."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        self.name = name
+        self.known = tuple(sorted(known))
+        more = f" {hint}" if hint else ""
+        super().__init__(f"unknown {kind} '{name}'; known: {', '.join(self.known) or 'none'}.{more}")
