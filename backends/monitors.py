@@ -93,19 +93,20 @@ _MICRO_BATCH = Automaton(
     "cut",
     {
         ("cut", "forward"): "open",
+        ("open", "scale"): "open",
         ("open", "backward"): "traced",
+        ("open", "skip"): "traced",
+        # What works on the device after a cut begins a graph that must be cut as well. Before the cut
+        # it joins the micro-batch's own graph, which is then one program, the update included.
+        **{
+            (state, event): "traced"
+            for state in ("cut", "traced")
+            for event in ("unscale", "clip", "update", "apply", "updated", "average")
+        },
+        # These only drop references or set numbers on the host.
+        **{(state, event): state for state in ("cut", "traced") for event in ("zero", "skip", "schedule")},
         ("traced", "sync"): "cut",
-        ("traced", "unscale"): "traced",
-        ("traced", "clip"): "traced",
-        ("traced", "update"): "traced",
-        ("traced", "apply"): "traced",
-        ("traced", "updated"): "traced",
-        ("cut", "zero"): "cut",
-        ("cut", "schedule"): "cut",
-        ("traced", "schedule"): "traced",
-        ("cut", "unscale"): "traced",
-        ("cut", "clip"): "traced",
-        ("cut", "update"): "traced",
+        ("cut", "sync"): "cut",
     },
     "the lazy graph is cut after each micro-batch's program, and before the next one begins",
 )

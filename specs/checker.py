@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from .machine import Lifecycle, lifecycle
 from .model import EVERY, REACHABLE, Kind, Spec, Status, Verb
-from .properties import Atom, Pattern, Property
+from .properties import Atom, Pattern, Property, Scope, does
 from .semantics import Config, Outcome, Rule, start
 
 
@@ -169,15 +169,21 @@ class Graph:
         self._kind = [kinds.setdefault((id(e.rule), e.outcome.changes), len(kinds)) for e in self.edges]
         samples = dict(zip(reversed(self._kind), reversed(self.edges), strict=True))
         self._samples = [samples[kind] for kind in range(len(kinds))]
-        self._marks: dict[Atom, list[bool]] = {}
+        self._marks: dict[tuple[Atom, bool], list[bool]] = {}
         self.unsound = [number for number, edge in enumerate(self.edges) if edge.outcome.unsound]
 
-    def marks(self, atom: Atom) -> list[bool]:
-        """For each edge whether it matches the atom."""
-        found = self._marks.get(atom)
+    def marks(self, atom: Atom, *, tried: bool = False) -> list[bool]:
+        """For each edge whether it matches the atom.
+
+        Args:
+            atom: What to look for.
+            tried: Whether an effect counts that met a status in which it does nothing: it does
+                where a property forbids it, and not where a property waits for it.
+        """
+        found = self._marks.get((atom, tried))
         if found is None:
-            matches = [_matches(atom, edge) for edge in self._samples]
-            found = self._marks[atom] = [matches[kind] for kind in self._kind]
+            matches = [_matches(atom, edge, tried) for edge in self._samples]
+            found = self._marks[atom, tried] = [matches[kind] for kind in self._kind]
         return found
 
     def search(self, goal: Goal, observe: Observe | None = None) -> tuple[Edge, ...]:
@@ -209,6 +215,23 @@ class Graph:
                 path.append(self.edges[edge])
         return tuple(reversed(path))
 
+    def with_wish(self, wish: str) -> set[int]:
+        """The configurations of runs that have one wish and no other."""
+        usable = [edge.rule.transition.wish in ("", wish) for edge in self.edges]
+        return self.onward([0], usable)
+
+    def onward(self, roots: Iterable[int], usable: Sequence[bool] = ()) -> set[int]:
+        """The configurations reached from `roots` (themselves among them) by usable edges, or by any."""
+        seen = set(roots)
+        todo = list(seen)
+        while todo:
+            for edge in self.out[todo.pop()]:
+                there = self.dest[edge]
+                if there not in seen and (not usable or usable[edge]):
+                    seen.add(there)
+                    todo.append(there)
+        return seen
+
     def path_to(self, config: int) -> tuple[Edge, ...]:
         """A shortest path to a configuration (`()` for the start itself)."""
         return self.search(lambda edge, _: self.dest[edge] == config) if config else ()
@@ -218,35 +241,31 @@ Goal = Callable[[int, int], bool]
 Observe = Callable[[int, int], int]
 
 
-def _matches(atom: Atom, edge: Edge) -> bool:
+def _matches(atom: Atom, edge: Edge, tried: bool) -> bool:
     t = edge.rule.transition
-    return (
-        t.event in atom.events
-        or t.dest in atom.enters
-        or any(
-            verb == done and name in (EVERY, resource)
-            for verb, name in atom.effects
-            for done, resource in edge.outcome.changes
-        )
-    )
+    if t.event in atom.events or t.dest in atom.enters:
+        return True
+    done = ((e.verb, e.resource) for _, e in edge.rule.effects) if tried else iter(edge.outcome.changes)
+    return any(v == verb and name in (EVERY, resource) for v, resource in done for verb, name in atom.effects)
 
 
 _FAULTS = frozenset({"fail", "interrupt", "lose", "peer_fail", "abandon"})
 
 
-def check(spec: Spec, limit: int = 100_000) -> Report:
+def check(spec: Spec, limit: int = 100_000, life: Lifecycle | None = None) -> Report:
     """Decide every property of a spec.
 
     Args:
         spec: Usually a composed one (`compose`).
         limit: Largest number of configurations to explore; beyond it, what cannot be refuted is
             undetermined.
+        life: The machine to explore, if not the shared one of the spec.
 
     Returns:
         The report. It is proved only if each single property is.
     """
     begin = time.perf_counter()
-    graph = Graph(lifecycle(spec), limit)
+    graph = Graph(life or lifecycle(spec), limit)
     verdicts = tuple(decide(graph, prop) for prop in spec.properties)
     return Report(spec, verdicts, len(graph.configs), len(graph.edges), time.perf_counter() - begin)
 
@@ -280,15 +299,36 @@ def _deterministic(graph: Graph, prop: Property) -> _Finding:
 
 
 def _reachable(graph: Graph, prop: Property) -> _Finding:
+    spec = graph.spec
     entered = {config.phase for config in graph.configs}
-    missing = [phase.name for phase in graph.spec.phases if phase.name not in entered]
     used = {id(edge.rule) for edge in graph.edges}
-    idle = [str(r.transition) for row in graph.rules.values() for r in row.values() if id(r) not in used]
-    if missing:
-        return (), f"never entered: {', '.join(missing)}", ""
-    if idle:
-        return (), f"never taken: {'; '.join(idle)}", ""
-    return (), "", ""
+    rules = [rule for row in graph.rules.values() for rule in row.values()]
+    found = {
+        "never entered": [phase.name for phase in spec.phases if phase.name not in entered],
+        "never taken": [str(rule.transition) for rule in rules if id(rule) not in used],
+        "missing in the continuation table": [
+            str(t)
+            for t in spec.transitions
+            if (t.wish or spec.phase[t.source].kind is Kind.EXIT)
+            and t.event not in (*spec.table.get(t.source, ()), *_FAULTS)
+        ],
+        "never chosen by the continuation table": _never_chosen(graph),
+    }
+    note = next((f"{what}: {'; '.join(names)}" for what, names in found.items() if names), "")
+    return (), note, ""
+
+
+def _never_chosen(graph: Graph) -> list[str]:
+    """The entries of the table that no run chooses which has their wish and no other."""
+    due = {(phase, event) for phase, events in graph.spec.table.items() for event in events}
+    for wish in dict.fromkeys(graph.rules[phase][event].transition.wish for phase, event in sorted(due)):
+        for number in graph.with_wish(wish):
+            config = graph.configs[number]
+            row = graph.rules[config.phase]
+            events = (e for e in graph.spec.table.get(config.phase, ()) if row[e].transition.wish in ("", wish))
+            event = next((e for e in events if row[e].allowed(config)), "")
+            due.discard((config.phase, event))
+    return [str(graph.rules[phase][event].transition) for phase, event in sorted(due)]
 
 
 def _no_dead_end(graph: Graph, prop: Property) -> _Finding:
@@ -303,7 +343,8 @@ def _no_dead_end(graph: Graph, prop: Property) -> _Finding:
 def _closable(graph: Graph, prop: Property) -> _Finding:
     back: list[list[int]] = [[] for _ in graph.configs]
     for edge, there in enumerate(graph.dest):
-        back[there].append(graph.source[edge])
+        if graph.edges[edge].rule.transition.event not in _FAULTS:
+            back[there].append(graph.source[edge])
     can = {number for number, end in enumerate(graph.end) if end}
     todo = list(can)
     while todo:
@@ -311,7 +352,7 @@ def _closable(graph: Graph, prop: Property) -> _Finding:
             if number not in can:
                 can.add(number)
                 todo.append(number)
-    return _where(graph, lambda number: number not in can, f"'{graph.spec.terminal}' cannot be reached from")
+    return _where(graph, lambda number: number not in can, f"'{graph.spec.terminal}' cannot be reached without a fault from")
 
 
 def _table_total(graph: Graph, prop: Property) -> _Finding:
@@ -328,21 +369,42 @@ def _table_total(graph: Graph, prop: Property) -> _Finding:
 
 def _universality(graph: Graph, prop: Property) -> _Finding:
     marks = graph.marks(prop.what)
-    device = graph.spec.resources.index("device") if "device" in graph.spec.resources else -1
+    scope = _SCOPES[prop.scope](graph)
+    return _where(
+        graph, lambda n: scope(n) and not any(marks[e] for e in graph.out[n]), f"{prop.what} is not accepted in"
+    )
 
-    def missing(number: int) -> bool:
-        config = graph.configs[number]
-        if graph.spec.phase[config.phase].kind in (Kind.EXIT, Kind.TERMINAL):
-            return False
-        if prop.what.events == ("lose",) and (device < 0 or config.statuses[device] not in REACHABLE):
-            return False
-        return not any(marks[e] for e in graph.out[number])
 
-    return _where(graph, missing, f"{prop.what} is not accepted in")
+def _kinds(graph: Graph, *kinds: Kind) -> Callable[[int], bool]:
+    phases = {phase.name for phase in graph.spec.phases if phase.kind in kinds}
+    return lambda number: graph.configs[number].phase in phases
+
+
+def _on_device(graph: Graph) -> Callable[[int], bool]:
+    live, resources = _kinds(graph, *_LIVE), graph.spec.resources
+    if "device" not in resources:
+        return lambda _: False
+    device = resources.index("device")
+    return lambda number: live(number) and graph.configs[number].statuses[device] in REACHABLE
+
+
+def _leaving(graph: Graph) -> Callable[[int], bool]:
+    left, flying = _kinds(graph, Kind.EXIT), _kinds(graph, Kind.FLIGHT)
+    after = graph.onward([number for number in range(len(graph.configs)) if left(number)])
+    return lambda number: number in after and flying(number)
+
+
+_LIVE = (Kind.STABLE, Kind.WORK, Kind.FLIGHT)
+_SCOPES: dict[Scope, Callable[[Graph], Callable[[int], bool]]] = {
+    Scope.LIVE: lambda graph: _kinds(graph, *_LIVE),
+    Scope.ON_DEVICE: _on_device,
+    Scope.RESTING: lambda graph: _kinds(graph, Kind.STABLE, Kind.WORK),
+    Scope.LEAVING: _leaving,
+}
 
 
 def _absence(graph: Graph, prop: Property) -> _Finding:
-    what, after = graph.marks(prop.what), graph.marks(prop.after)
+    what, after = graph.marks(prop.what, tried=True), graph.marks(prop.after)
     if prop.after == Atom():
         trace = graph.search(lambda edge, _: what[edge])
         return trace, f"{prop.what} happens" if trace else "", ""
@@ -353,7 +415,8 @@ def _absence(graph: Graph, prop: Property) -> _Finding:
 
 
 def _precedence(graph: Graph, prop: Property) -> _Finding:
-    what, first, since = (graph.marks(a) for a in (prop.what, prop.first, prop.since))
+    what = graph.marks(prop.what, tried=True)
+    first, since = graph.marks(prop.first), graph.marks(prop.since)
     trace = graph.search(
         lambda edge, bits: not bits and what[edge] and not first[edge],
         lambda edge, bits: 1 if first[edge] else 0 if since[edge] else bits,
@@ -363,7 +426,7 @@ def _precedence(graph: Graph, prop: Property) -> _Finding:
 
 
 def _bounded(graph: Graph, prop: Property) -> _Finding:
-    what = graph.marks(prop.what)
+    what = graph.marks(prop.what, tried=True)
     trace = graph.search(
         lambda edge, bits: bool(bits) and what[edge], lambda edge, bits: bits or int(what[edge])
     )
@@ -371,13 +434,14 @@ def _bounded(graph: Graph, prop: Property) -> _Finding:
 
 
 def _existence(graph: Graph, prop: Property) -> _Finding:
-    """Post-dominance, as a search for a path around: 1 = something was held and `what` is due."""
+    """Post-dominance, as a search for a path around: 1 = `what` is due, 2 = the path is excused."""
     what, unless = graph.marks(prop.what), graph.marks(prop.after)
+    begins = graph.marks(does("acquires"))
 
     def due(edge: int, bits: int) -> int:
-        if what[edge] or unless[edge]:
+        if unless[edge] or bits == 2:
             return 2
-        return bits or int(graph.holding[graph.dest[edge]])
+        return 0 if what[edge] else bits or int(begins[edge])
 
     trace = graph.search(lambda edge, bits: graph.end[graph.dest[edge]] and due(edge, bits) == 1, due)
     return trace, f"the end is reached around '{prop.what}'" if trace else "", _vacuous(what, prop.what)
@@ -440,6 +504,21 @@ def _sound(graph: Graph, prop: Property) -> _Finding:
     return trace, f"'{trace[-1].rule.transition.event}' {effects}, while {found}", ""
 
 
+def _nested(graph: Graph, prop: Property) -> _Finding:
+    what, resources = graph.marks(prop.what), graph.spec.resources
+    gone = [i for i, name in enumerate(resources) if name in prop.held or EVERY in prop.held]
+
+    def broken(edge: int, _: int) -> bool:
+        return what[edge] and any(graph.edges[edge].dest.statuses[i] is not Status.ABSENT for i in gone)
+
+    trace = graph.search(broken)
+    note = ""
+    if trace:
+        left = [resources[i] for i in gone if trace[-1].dest.statuses[i] is not Status.ABSENT]
+        note = f"{prop.what}, while {' and '.join(left)} is held"
+    return trace, note, _vacuous(what, prop.what)
+
+
 def _ended(graph: Graph, prop: Property) -> _Finding:
     trace, note, vacuous = _where(
         graph, lambda number: graph.end[number] and graph.holding[number], "something is held in"
@@ -472,5 +551,6 @@ _DECIDERS: dict[Pattern, Callable[[Graph, Property], _Finding]] = {
     Pattern.EXISTENCE: _existence,
     Pattern.RESPONSE: _response,
     Pattern.SOUND: _sound,
+    Pattern.NESTED: _nested,
     Pattern.ENDED: _ended,
 }

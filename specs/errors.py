@@ -59,3 +59,34 @@ class UnknownName(InterlockError, LookupError):
         self.known = tuple(sorted(known))
         more = f" {hint}" if hint else ""
         super().__init__(f"unknown {kind} '{name}'; known: {', '.join(self.known) or 'none'}.{more}")
+
+
+class MissingExtra(InterlockError, ImportError):
+    """A feature needs a package that `pip install interlock` does not bring.
+
+    Attributes:
+        extra: The extra that brings it: `pip install "interlock[EXTRA]"`.
+    """
+
+    def __init__(self, feature: str, package: str, extra: str) -> None:
+        self.extra = extra
+        super().__init__(f'{feature} needs the package {package}: pip install "interlock[{extra}]"')
+
+
+class DrawingError(InterlockError):
+    """A drawing could not be made, although the package that makes it is there."""
+
+
+class JournalError(InterlockError):
+    """A file is not a journal, or is one that this version cannot read.
+
+    Attributes:
+        line: The line of the file, counted from 1; 0 if the whole file is meant.
+        problem: What is wrong there.
+    """
+
+    def __init__(self, source: str, line: int, problem: str) -> None:
+        self.line = line
+        self.problem = problem
+        place = f"{source}, line {line}" if line else source
+        super().__init__(f"{place}: {problem}")

@@ -393,11 +393,13 @@ _ORDER_OF_BEGINNING = Automaton(
         ("fresh", "restore"): "restored",
         ("fresh", "compile"): "compiled",
         ("fresh", "train"): "begun",
-        ("restored", "compile"): "compiled",
+        ("restored", "compile"): "prepared",
         ("restored", "train"): "begun",
+        ("compiled", "restore"): "prepared",
         ("compiled", "train"): "begun",
+        ("prepared", "train"): "begun",
     },
-    doc="restore at most once, compile at most once, in this order, before training",
+    doc="restore at most once and compile at most once, before training",
 )
 
 TRAINING = Spec(

@@ -19,15 +19,18 @@ class Pattern(StrEnum):
     DETERMINISTIC = "deterministic"
     """One destination for each (configuration, event)."""
     REACHABLE = "reachable"
-    """Each phase is entered on some path."""
+    """Each phase is entered, each transition taken, each entry of the table chosen, on some path.
+
+    An entry has to be chosen in runs that have its wish and no other; what leaves an exit phase, or
+    has a wish, has to be an entry."""
     NO_DEAD_END = "no dead end"
     """Each configuration but the terminal one can be left without a fault."""
     CLOSABLE = "closable"
-    """From each configuration the terminal phase can be reached."""
+    """From each configuration the terminal phase can be reached without a fault."""
     TABLE_TOTAL = "table total"
     """In each configuration of a phase with a row, some event of the row may fire, whatever the wishes."""
     UNIVERSALITY = "universality"
-    """The event `what` is accepted in every live configuration in which its scope holds."""
+    """An event of `what` is accepted in every configuration of the `scope`."""
     ABSENCE = "absence"
     """No transition does `what` (after one that does `after`, if given)."""
     PRECEDENCE = "precedence"
@@ -35,13 +38,28 @@ class Pattern(StrEnum):
     BOUNDED_EXISTENCE = "bounded existence"
     """At most one transition on a path does `what`."""
     EXISTENCE = "existence"
-    """From each configuration that holds something, each path to the end does `what` or `unless`."""
+    """After each acquisition each path to the end does `what`; a path on which `after` happens is excused."""
     RESPONSE = "response"
     """After `what`, the terminal phase is inevitable: no cycle, no dead end, no fairness assumed."""
     SOUND = "sound"
     """No transition does `what` to a resource in a status that does not allow it."""
+    NESTED = "nested"
+    """After a transition that does `what`, none of the resources `held` is held."""
     ENDED = "ended"
     """In the terminal phase nothing is held."""
+
+
+class Scope(StrEnum):
+    """The configurations of which a universality speaks."""
+
+    LIVE = "live"
+    """All but those of exit phases and the terminal one."""
+    ON_DEVICE = "on a device that answers"
+    """Live, and the device is held and not lost."""
+    RESTING = "resting"
+    """In a stable phase, or one where work is done: nothing is in flight."""
+    LEAVING = "leaving"
+    """Something is in flight, and an exit phase has been entered before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +112,8 @@ class Property:
         first: For precedence: what has to come before.
         since: For precedence: what begins a new residency epoch.
         after: For absence: only after this; for existence: what excuses a path.
+        scope: For universality: see `Scope`.
+        held: For nested: the resources that must be gone (`*`: all of them).
         about: Resources without which the property has no meaning; `compose` leaves it out there.
         doc: The promise in words.
     """
@@ -104,12 +124,15 @@ class Property:
     first: Atom = NOTHING
     since: Atom = NOTHING
     after: Atom = NOTHING
+    scope: Scope = Scope.LIVE
+    held: tuple[str, ...] = ()
     about: tuple[str, ...] = ()
     doc: str = ""
 
     def as_data(self) -> dict[str, Any]:
         """JSON-ready."""
         fields = {k: str(getattr(self, k)) for k in ("what", "first", "since", "after")}
+        fields |= {"scope": str(self.scope), "held": ", ".join(self.held)}
         return {"name": self.name, "pattern": str(self.pattern), **fields, "doc": self.doc}
 
 
@@ -120,7 +143,7 @@ STRUCTURE = (
     Property("deterministic", Pattern.DETERMINISTIC, doc="what happens next never depends on chance"),
     Property("every-phase-reachable", Pattern.REACHABLE, doc="no phase is only drawn"),
     Property("no-dead-end", Pattern.NO_DEAD_END, doc="something can always be done next"),
-    Property("closable", Pattern.CLOSABLE, doc="`closed` can be reached from everywhere"),
+    Property("closable", Pattern.CLOSABLE, doc="`closed` can be reached from everywhere, without a fault"),
     Property("table-total", Pattern.TABLE_TOTAL, doc="the continuation table always has an answer"),
     Property("fail-accepted", Pattern.UNIVERSALITY, on("fail"), doc="an error is accepted in every live phase"),
     Property(
@@ -133,7 +156,28 @@ STRUCTURE = (
         "lose-accepted",
         Pattern.UNIVERSALITY,
         on("lose"),
+        scope=Scope.ON_DEVICE,
         doc="the death of the device is accepted wherever it is held and something is done",
+    ),
+    Property(
+        "abandon-accepted",
+        Pattern.UNIVERSALITY,
+        on("abandon"),
+        scope=Scope.LEAVING,
+        doc="on the way out a deadline may pass, whatever is in flight",
+    ),
+    Property(
+        "leaving-accepted",
+        Pattern.UNIVERSALITY,
+        on("stop", "offload"),
+        scope=Scope.RESTING,
+        doc="wherever a run rests or works it can be ended in good order",
+    ),
+    Property(
+        "leaving-closes",
+        Pattern.RESPONSE,
+        on("finish", "stop", "offload"),
+        doc="after the end of the work, `closed` is inevitable",
     ),
     Property("fail-closes", Pattern.RESPONSE, on("fail"), doc="after an error, `closed` is inevitable"),
     Property(
@@ -145,14 +189,34 @@ STRUCTURE = (
     Property("lose-closes", Pattern.RESPONSE, on("lose"), doc="after a lost device, `closed` is inevitable"),
 )
 
+def _means(phase: str, *events: str, doc: str) -> Property:
+    return Property(f"{phase}-means-{events[0]}", Pattern.PRECEDENCE, into(phase), first=on(*events), doc=doc)
+
+
+OUTCOMES = (
+    _means("finished", "finish", doc="what is called finished has finished its work"),
+    _means("stopping", "stop", doc="what is called stopped was asked to stop: it did not fail"),
+    _means("failed", "fail", "peer_fail", doc="what is called failed met an error, here or at a peer"),
+    _means("interrupted", "interrupt", doc="what is called interrupted was interrupted or cancelled"),
+    _means("device_lost", "lose", doc="a device is called lost only when it was"),
+)
+
 COMMON = (
     *STRUCTURE,
+    *OUTCOMES,
     Property(
         "offloaded-on-teardown",
         Pattern.EXISTENCE,
         into("offloading"),
         after=does("loses", "device"),
         doc="whoever holds something on the device gets to `offloading` before the end, unless it died",
+    ),
+    Property(
+        "device-goes-last",
+        Pattern.NESTED,
+        does("releases", "device") | does("abandons", "device"),
+        held=("*",),
+        doc="the device is given back when nothing else is held on it",
     ),
     Property("nothing-held-at-the-end", Pattern.ENDED, doc="in `closed` nothing is held"),
     Property("acquired-once", Pattern.SOUND, does("acquires"), doc="nothing is acquired that is held"),
@@ -209,6 +273,15 @@ TRAINED = (
         does("builds", "optimizer"),
         doc="one run builds one optimizer",
     ),
+    Property(
+        "optimizer-goes-first",
+        Pattern.NESTED,
+        does("releases", "model") | does("transfers", "model"),
+        held=("optimizer",),
+        doc="the model leaves the device when no optimizer holds its parameters there",
+    ),
+    Property("restore-at-most-once", Pattern.BOUNDED_EXISTENCE, on("restore"), doc="one restore, at the start"),
+    Property("compile-at-most-once", Pattern.BOUNDED_EXISTENCE, on("compile"), doc="one compilation, at the start"),
     Property("changed-when-whole", Pattern.SOUND, does("opens"), doc="only what is whole may be changed"),
     Property("trained-when-whole", Pattern.SOUND, does("steps"), doc="a step finds model and optimizer whole"),
     Property(

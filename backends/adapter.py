@@ -1,0 +1,158 @@
+"""The interface of a backend: what an adapter does for a run, in the order in which a run asks.
+
+The public methods are the guarded calls that the engine makes and that the fault injector
+intercepts; adapters override the private hooks behind them. All calls are made by the thread
+that runs the lifecycle, except `fetch`, which a deadline thread may call so that a copy that
+never returns blocks nobody.
+
+An adapter freezes what it knows of its device in `acquire`, and is never asked for it again: no
+device query after release. Importing, describing and constructing one initialises no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from interlock.specs import Monitor
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """One block of device memory that outlived the run.
+
+    Attributes:
+        nbytes: Its size in bytes.
+        origin: The operation that made it, as far as the backend knows.
+        owners: Paths of references that hold it, outermost first (`found()` fills them in).
+    """
+
+    nbytes: int
+    origin: str
+    owners: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What is known of a device, frozen when it was acquired."""
+
+    device: torch.device
+    name: str
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+class Adapter:
+    """Base of all backends. The defaults describe a device that is the host itself.
+
+    Attributes:
+        name: How users call it; the entry point's name for third parties.
+        monitor: What it adds to the lifecycles.
+        copies: Whether `fetch` really copies, and might therefore block: then the engine calls it
+            on a thread of its own, under a deadline.
+    """
+
+    name: ClassVar[str]
+    monitor: ClassVar[Monitor]
+    copies: ClassVar[bool] = False
+
+    # -- asked before a run; nothing is initialised ------------------------------------------
+
+    @classmethod
+    def unavailable(cls) -> str:
+        """Why this backend cannot run here, in a few words; empty if it can."""
+        return ""
+
+    # -- the run ------------------------------------------------------------------------------
+
+    def acquire(self) -> DeviceFacts:
+        """Take the device. May be called again after `free` (suspend and resume)."""
+        return self._acquire()
+
+    def place(self, model: nn.Module) -> None:
+        """Move every parameter and buffer to the device, tensor by tensor through `move`.
+
+        Parameters may be replaced by new ones, and ties lost; the engine ties them again.
+        """
+        self._place(model)
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the device; the tensor itself if it is there already."""
+        return self._move(tensor)
+
+    def sync(self) -> None:
+        """Wait for all work queued on the device; errors of that work are raised here."""
+        self._sync()
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the host of a tensor on the device. Changes nothing that anybody can see."""
+        return self._fetch(tensor)
+
+    def resident(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor occupies device memory. Asks the tensor only, never the device."""
+        return False
+
+    def leftovers(self) -> tuple[Leftover, ...] | None:
+        """Device memory of this run that is still alive; `None` if the backend cannot tell."""
+        return self._leftovers()
+
+    def holders(self, leftover: Leftover) -> Iterable[object]:
+        """The live tensors over a leftover, from which the engine looks for owners."""
+        return ()
+
+    def free(self) -> None:
+        """Give the device back. Idempotent; also called when `acquire` failed half way."""
+        self._free()
+
+    def releases(self) -> Mapping[str, Callable[[], None]]:
+        """Resource -> how this backend gives it back: idempotent, also for what is half there.
+
+        The engine knows how model and optimizer come home; a backend says it for the device, and
+        for each resource that its monitor adds.
+        """
+        return {"device": self.free}
+
+    def actions(self) -> Mapping[str, Callable[[nn.Module | None], None]]:
+        """In-flight phase that the monitor adds -> what is done in it (with the model, if there is one)."""
+        return {}
+
+    # -- classification and context -----------------------------------------------------------
+
+    def is_loss_of_device(self, error: BaseException) -> bool:
+        """Whether the error says that the device is dead, so that nothing may touch it again."""
+        return False
+
+    def session(self) -> AbstractContextManager[object]:
+        """Entered by the thread that runs the lifecycle, around everything it does."""
+        return nullcontext()
+
+    # -- hooks ----------------------------------------------------------------------------------
+
+    def _acquire(self) -> DeviceFacts:
+        return DeviceFacts(torch.device("cpu"), "host")
+
+    def _place(self, model: nn.Module) -> None:
+        model._apply(self.move)
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _sync(self) -> None:
+        return None
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def _leftovers(self) -> tuple[Leftover, ...] | None:
+        return ()
+
+    def _free(self) -> None:
+        return None
+
+
+Factory = Callable[[], Adapter]
+"""What an entry point of the group `interlock.backends` names: a class, or a function."""

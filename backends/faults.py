@@ -1,0 +1,108 @@
+"""The adapter-level fault injector: makes one backend call fail - before, half done, or after.
+
+`faulty(adapter_class, fault)` returns an adapter of a subclass whose public calls count
+themselves. "Half done" means inside: after the first of the tensors that `place`, or a
+homecoming, handles one by one. The same injector works on every adapter, since all of them move
+tensors through `move` and `fetch`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .adapter import Adapter, DeviceFacts, Leftover
+
+CALLS = ("acquire", "place", "move", "sync", "fetch", "leftovers", "free")
+"""The calls that can be made to fail."""
+
+
+@dataclass
+class Fault:
+    """Where to fail, and how.
+
+    Attributes:
+        call: One of `CALLS`.
+        moment: `before` or `after` the call does its work; `half` for a multi-step call is
+            expressed as a fault in the n-th `move` or `fetch` inside it.
+        nth: Which call of that name, counted from 1.
+        error: Makes the exception to raise.
+        times: For how many calls from the n-th on (2 makes the second attempt fail as well).
+        block: Instead of raising, block until this event is set.
+    """
+
+    call: str
+    moment: str = "before"
+    nth: int = 1
+    error: Callable[[], BaseException] = lambda: RuntimeError("injected")
+    times: int = 1
+    block: threading.Event | None = None
+    struck: int = field(default=0, compare=False)
+
+
+class _Faulty(Adapter):
+    """Mixed in before the adapter's own class."""
+
+    faults: tuple[Fault, ...]
+    counts: dict[str, int]
+
+    def _strike(self, call: str, moment: str, count: int) -> None:
+        for fault in self.faults:
+            if fault.call == call and fault.moment == moment and fault.nth <= count < fault.nth + fault.times:
+                fault.struck += 1
+                if fault.block is not None:
+                    fault.block.wait()
+                else:
+                    raise fault.error()
+
+    def _call(self, call: str, *args: Any) -> Any:
+        self.counts[call] = count = self.counts.get(call, 0) + 1
+        self._strike(call, "before", count)
+        result = getattr(super(), call)(*args)
+        self._strike(call, "after", count)
+        return result
+
+    def acquire(self) -> DeviceFacts:
+        return self._call("acquire")  # type: ignore[no-any-return]
+
+    def place(self, model: nn.Module) -> None:
+        self._call("place", model)
+
+    def move(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._call("move", tensor)  # type: ignore[no-any-return]
+
+    def sync(self) -> None:
+        self._call("sync")
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._call("fetch", tensor)  # type: ignore[no-any-return]
+
+    def leftovers(self) -> tuple[Leftover, ...] | None:
+        return self._call("leftovers")  # type: ignore[no-any-return]
+
+    def free(self) -> None:
+        self._call("free")
+
+
+def faulty(adapter_class: type[Adapter], *faults: Fault) -> Adapter:
+    """An adapter of a subclass of `adapter_class` in which the faults strike.
+
+    Args:
+        adapter_class: Any adapter that can be made without arguments.
+        faults: Independent of each other; the first one that matches a call strikes.
+
+    Returns:
+        The adapter; its `counts` say how often each call was made, so that a first run without
+        faults enumerates every point at which one can be placed.
+    """
+    namespace: dict[str, ClassVar[Any] | Any] = {"copies": True, "name": adapter_class.name}
+    combined = type(f"Faulty{adapter_class.__name__}", (_Faulty, adapter_class), namespace)
+    adapter: Any = combined()
+    adapter.faults = faults
+    adapter.counts = {}
+    return adapter  # type: ignore[no-any-return]

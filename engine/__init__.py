@@ -1,0 +1,86 @@
+"""Interlock: training runs whose order is proved before they start, and that leave nothing behind.
+
+    import interlock as il
+    task = il.Task(model=build, optimizer=lambda m: torch.optim.AdamW(m.parameters()), loss=loss_of)
+    outcome = il.Engine().fit(task, batches, epochs=3)
+
+Importing this package imports neither torch nor transitions: names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from interlock.specs.errors import IllegalTransition, InterlockError, SpecError
+
+if TYPE_CHECKING:
+    from interlock.backends.adapter import Adapter
+
+    from .engine import Engine
+    from .events import Closed, Note, PhaseChanged, Report, Subscription
+    from .evidence import Failure
+    from .handles import Created, Placed, Ready, Training
+    from .outcome import Outcome, Residue
+    from .run import Run, Snapshot
+    from .task import Data, Task
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Adapter": "interlock.backends.adapter",
+    "Closed": "interlock.events",
+    "Created": "interlock.handles",
+    "Data": "interlock.task",
+    "Engine": "interlock.engine",
+    "Failure": "interlock.evidence",
+    "Note": "interlock.events",
+    "Outcome": "interlock.outcome",
+    "PhaseChanged": "interlock.events",
+    "Placed": "interlock.handles",
+    "Ready": "interlock.handles",
+    "Report": "interlock.events",
+    "Residue": "interlock.outcome",
+    "Run": "interlock.run",
+    "Snapshot": "interlock.run",
+    "Subscription": "interlock.events",
+    "Task": "interlock.task",
+    "Training": "interlock.handles",
+}
+
+__all__ = [
+    "Adapter",
+    "Closed",
+    "Created",
+    "Data",
+    "Engine",
+    "Failure",
+    "IllegalTransition",
+    "InterlockError",
+    "Note",
+    "Outcome",
+    "PhaseChanged",
+    "Placed",
+    "Ready",
+    "Report",
+    "Residue",
+    "Run",
+    "Snapshot",
+    "SpecError",
+    "Subscription",
+    "Task",
+    "Training",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+        return value
+    raise AttributeError(f"module 'interlock' has no attribute '{name}'; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

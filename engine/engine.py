@@ -1,0 +1,177 @@
+"""The engine: says where and how; `fit`, `start` and `open` carry tasks out.
+
+An engine holds settings and no state of any run, so one may serve many runs and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from interlock.backends.adapter import Adapter
+from interlock.backends.registry import adapter_class
+
+from .errors import TaskError
+from .events import Bus, Observer
+from .handles import Created
+from .outcome import Outcome
+from .program import step_program
+from .proof import proved
+from .run import Run
+from .session import ExitPolicy, Options, Session
+from .task import Data, Task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Engine:
+    """Where and how runs are carried out.
+
+    Args:
+        backend: A name (`auto` takes the best that is there), or an adapter of your own.
+        exit: What becomes of the model at the end, on success and failure alike: `offload` brings
+            it home, `keep` leaves it on the device (if it is whole), `discard` drops it.
+        deadline: Seconds that each backend call on the way out may take before its resource is
+            abandoned.
+        report_every: Steps between two reports. It is also the bound within which a replaced
+            parameter or a NaN loss is found.
+        nonfinite: `error` ends the run at a NaN or infinite loss, `ignore` does not.
+        observers: Called with each event of each run, on threads of their own.
+        progress: Show progress on the terminal.
+        journal: Write each run's journal to this file (JSON lines); it is started anew.
+        debug: `keep_frames` leaves the local variables of a failed run's traceback in place.
+
+    Raises:
+        UnknownName: No such backend.
+        TaskError: A setting that does not exist.
+        NotProved: The backend's lifecycle is not proved.
+    """
+
+    def __init__(
+        self,
+        backend: str | Adapter = "auto",
+        *,
+        exit: ExitPolicy = "offload",
+        deadline: float = 30.0,
+        report_every: int = 50,
+        nonfinite: Literal["error", "ignore"] = "error",
+        observers: Sequence[Observer] = (),
+        progress: bool = False,
+        journal: str | Path | None = None,
+        debug: Literal["", "keep_frames"] = "",
+    ) -> None:
+        _one_of("exit", exit, get_args(ExitPolicy))
+        _one_of("nonfinite", nonfinite, ("error", "ignore"))
+        _one_of("debug", debug, ("", "keep_frames"))
+        if report_every < 1 or deadline <= 0:
+            raise TaskError("report_every must be at least 1, and deadline more than 0 seconds")
+        self._adapter = backend if isinstance(backend, Adapter) else None
+        self._class = type(backend) if isinstance(backend, Adapter) else adapter_class(backend)
+        self.backend = self._class.name
+        self.life = proved(self._class.monitor)
+        self._options = Options(exit, deadline, report_every, nonfinite, debug == "keep_frames")
+        self._observers = tuple(observers)
+        self._progress = progress
+        self._journal = journal
+
+    def fit(
+        self,
+        task: Task,
+        train: Iterable[Any] | None = None,
+        *,
+        validate: Iterable[Any] | None = None,
+        epochs: int | None = None,
+    ) -> Outcome:
+        """Train, and wait for the end, on the calling thread.
+
+        Args:
+            task: What to train.
+            train: Batches; the task's own data if left out.
+            validate: Batches to evaluate on after each epoch.
+            epochs: How often to go through `train`; the task's own number if left out.
+
+        Returns:
+            The outcome of a run that finished or was stopped.
+
+        Raises:
+            BaseException: Whatever ended the run, the same object, after everything was released.
+        """
+        session = self._session(task, self._data(task, train, validate), epochs)
+        outcome = session.run()
+        del session
+        if outcome.error is not None:
+            error = outcome.error
+            # The error goes to the caller, who may keep it: it must not keep the outcome.
+            del outcome
+            try:
+                raise error
+            finally:
+                del error
+        return outcome
+
+    def start(
+        self,
+        task: Task,
+        train: Iterable[Any] | None = None,
+        *,
+        validate: Iterable[Any] | None = None,
+        epochs: int | None = None,
+    ) -> Run:
+        """Train in a thread of its own; arguments as for `fit`.
+
+        Returns:
+            The handle, at once. The caller's context variables are seen in the run.
+        """
+        return Run(self._session(task, self._data(task, train, validate), epochs))._begin()
+
+    def open(self, task: Task) -> Created:
+        """A run that you drive yourself, phase by phase, in a `with` block that ends it in any case.
+
+        Returns:
+            The handle of the first phase.
+        """
+        return Created(self._session(task, None, None))
+
+    def _data(self, task: Task, train: Any, validate: Any) -> Data:
+        if not isinstance(task, Task):
+            raise TaskError(f"expected an interlock.Task, got {type(task).__name__}")
+        if train is None:
+            loaded = task.load()
+            return loaded if validate is None else loaded._replace(validate=validate)
+        for name, batches in (("train", train), ("validate", validate)):
+            if batches is not None and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+                raise TaskError(f"{name} must be batches to iterate over, got {type(batches).__name__}")
+        return Data(train, validate)
+
+    def _session(self, task: Task, data: Data | None, epochs: int | None) -> Session:
+        rounds = task.epochs if epochs is None else epochs
+        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+            raise TaskError(f"epochs must be a whole number of at least 1, got {rounds!r}")
+        adapter = self._adapter or self._class()
+        every_step = task.scheduler is not None and task.scheduler_every == "step"
+        program = step_program(adapter.monitor, schedule=every_step)
+        bus = Bus()
+        session = Session(task, data, rounds, adapter, self.life, program, self._options, bus)
+        self._observe(session, rounds)
+        return session
+
+    def _observe(self, session: Session, epochs: int) -> None:
+        """Subscribe the engine's own observers, then the user's."""
+        if self._journal is not None:
+            from .journal import JournalWriter
+
+            writer = JournalWriter(self._journal, session, self.backend)
+            session.bus.subscribe(writer, capacity=100_000)
+        if self._progress:
+            from .progress import Progress
+
+            session.bus.subscribe(Progress(session, epochs), capacity=10_000)
+        for observer in self._observers:
+            session.bus.subscribe(observer)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise TaskError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")

@@ -1,0 +1,183 @@
+"""Every error that Interlock raises, in one place to catch from: `interlock.errors`.
+
+Messages say what was asked, in which phase, what is legal or expected there, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from interlock.specs.errors import IllegalTransition, InterlockError, SpecError, UnknownName
+
+
+class NotProved(InterlockError):
+    """The lifecycle of this backend is not proved, so no run may start on it."""
+
+
+class TaskError(InterlockError):
+    """The task, or what it produced, cannot be used; nothing was placed because of it."""
+
+
+class DataError(InterlockError):
+    """The data cannot be trained on: an empty loader, no data at all."""
+
+
+class StaleHandle(InterlockError):
+    """A phase handle was used after its phase had ended."""
+
+
+class RunInUse(InterlockError):
+    """A run was driven from two places, from inside one of its own hooks, or started twice."""
+
+
+class NotFinished(InterlockError, TimeoutError):
+    """The run was asked for its outcome, and the time allowed passed before there was one."""
+
+
+class Cancelled(InterlockError):
+    """The run was cancelled; raised by `result()`, never inside user code."""
+
+
+class DeadlinePassed(InterlockError):
+    """A backend call did not return in time; the resource was abandoned.
+
+    Attributes:
+        what: What was being done.
+        seconds: How long it was waited for.
+        stack: Where the call was blocked, as text.
+    """
+
+    def __init__(self, what: str, seconds: float, stack: str) -> None:
+        self.what, self.seconds, self.stack = what, seconds, stack
+        super().__init__(
+            f"{what} did not return within {seconds:g} s and was abandoned; "
+            f"raise `deadline=` if it was only slow. It is blocked at:\n{stack}"
+        )
+
+
+class HeldSetMismatch(InterlockError):
+    """What the run holds is not what the spec says it holds: an adapter or the engine is wrong.
+
+    Attributes:
+        held: What the spec says.
+        stacked: What the release stack has.
+    """
+
+    def __init__(self, phase: str, event: str, held: Sequence[str], stacked: Sequence[str]) -> None:
+        self.held, self.stacked = tuple(held), tuple(stacked)
+        super().__init__(
+            f"after '{event}', in phase '{phase}', the spec holds {list(held)}, but the release stack has "
+            f"{list(stacked)}: a release is missing or was not carried out"
+        )
+
+
+class MissingRelease(InterlockError):
+    """A resource was to be released for which no release was ever registered."""
+
+
+class PlacementError(InterlockError):
+    """An optimizer does not hold exactly the parameters that train. Names them.
+
+    Attributes:
+        parameters: The names, as in `model.named_parameters()` where they have one.
+    """
+
+    def __init__(self, message: str, parameters: Sequence[str]) -> None:
+        self.parameters = tuple(parameters)
+        super().__init__(message)
+
+
+class StaleParameter(PlacementError):
+    """The optimizer holds parameters that placement has replaced: it would train nothing."""
+
+
+class ForeignParameter(PlacementError):
+    """The optimizer holds parameters that are not the model's."""
+
+
+class MissingParameter(PlacementError):
+    """A trainable parameter of the model is in no optimizer."""
+
+
+class DuplicateParameter(PlacementError):
+    """A parameter stands in more than one group or optimizer."""
+
+
+class ReplacedParameter(PlacementError):
+    """A parameter of the model was replaced in mid-run, without the optimizer knowing."""
+
+
+class MisplacedState(PlacementError):
+    """An optimizer's state stands on another device than its parameter."""
+
+
+class BrokenTie(PlacementError):
+    """Parameters that were one (tied weights) are two now."""
+
+
+class LossError(InterlockError):
+    """The loss cannot be trained on: not a tensor, not a scalar, or without a graph."""
+
+
+class NoGradient(LossError):
+    """After the first backward pass a whole parameter group has no gradient."""
+
+
+class NonFiniteLoss(LossError):
+    """The loss became NaN or infinite.
+
+    Attributes:
+        step: The first step, counted from 1, whose loss was not finite.
+        value: That loss.
+    """
+
+    def __init__(self, step: int, value: float) -> None:
+        self.step, self.value = step, value
+        super().__init__(
+            f"the loss of step {step} is {value}: training on would destroy the parameters. Look at that "
+            f"batch, lower the learning rate, or pass `nonfinite='ignore'` to go on regardless"
+        )
+
+
+class FrozenParameterWarning(UserWarning):
+    """The optimizer holds parameters with `requires_grad=False`; names them."""
+
+
+class UnusedParameterWarning(UserWarning):
+    """Some trainable parameters received no gradient in the first step; names them."""
+
+
+class ObserverWarning(UserWarning):
+    """An observer raised, or lost events because it was too slow."""
+
+
+__all__ = [
+    "BrokenTie",
+    "Cancelled",
+    "DataError",
+    "DeadlinePassed",
+    "DuplicateParameter",
+    "ForeignParameter",
+    "FrozenParameterWarning",
+    "HeldSetMismatch",
+    "IllegalTransition",
+    "InterlockError",
+    "LossError",
+    "MisplacedState",
+    "MissingParameter",
+    "MissingRelease",
+    "NoGradient",
+    "NonFiniteLoss",
+    "NotFinished",
+    "NotProved",
+    "ObserverWarning",
+    "PlacementError",
+    "ReplacedParameter",
+    "RunInUse",
+    "SpecError",
+    "StaleHandle",
+    "StaleParameter",
+    "TaskError",
+    "UnknownName",
+    "UnusedParameterWarning",
+]

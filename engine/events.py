@@ -1,0 +1,217 @@
+"""What a run tells the outside, and the bus that carries it without ever stalling the run.
+
+Each subscriber has a bounded queue and a daemon thread of its own. One that raises is reported
+and goes on; one that is too slow loses events, which are counted. Nothing here holds a tensor.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .errors import ObserverWarning
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseChanged:
+    """A transition was taken.
+
+    Attributes:
+        n: Its number, from 1.
+        event: What was fired.
+        source: The phase left.
+        phase: The phase entered.
+        held: What is held now.
+        ended: (resource, how) of what ended with it.
+        at: Seconds since the run was created.
+    """
+
+    n: int
+    event: str
+    source: str
+    phase: str
+    held: tuple[str, ...]
+    ended: tuple[tuple[str, str], ...]
+    at: float
+
+    def __str__(self) -> str:
+        return f"{self.source} --{self.event}--> {self.phase}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Numbers, read from the device at intervals.
+
+    Attributes:
+        step: Steps complete.
+        epoch: The epoch they belong to, from 0.
+        metrics: `loss` is the mean since the last report; validation metrics carry `val_`.
+        seconds: Since the run was created.
+    """
+
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    seconds: float
+
+    def __str__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        return f"epoch {self.epoch + 1}, step {self.step}: {numbers}"
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something worth reading."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The run is over; the last event of every run.
+
+    Attributes:
+        status: As in `Outcome`.
+        verdict: `clean` or `abandoned`.
+        residue: Bytes left on the device; `None` if unknown.
+        error: The first error as one line, or empty.
+        steps: Steps complete.
+        seconds: Since the run was created.
+    """
+
+    status: str
+    verdict: str
+    residue: int | None
+    error: str
+    steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        end = f"{self.status}, {self.verdict}, {self.steps} steps in {self.seconds:.1f} s"
+        return f"{end}: {self.error}" if self.error else end
+
+
+Event: TypeAlias = PhaseChanged | Report | Note | Closed
+Observer: TypeAlias = Callable[[Event], None]
+
+_STOP = None
+
+
+@dataclass(eq=False)
+class Subscription:
+    """One observer of one run.
+
+    Attributes:
+        observer: Called with each event, on a thread of its own, in order.
+        capacity: Events that may wait; what comes while it is full is lost and counted.
+        lost: How many were lost so far.
+        errors: How many times the observer raised.
+    """
+
+    observer: Observer
+    capacity: int = 1024
+    lost: int = 0
+    errors: int = 0
+    _queue: queue.Queue[Event | None] = field(init=False, repr=False)
+    _thread: threading.Thread = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._queue = queue.Queue(self.capacity)
+        name = getattr(self.observer, "__name__", type(self.observer).__name__)
+        self._thread = threading.Thread(target=self._run, name=f"interlock observer {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, event: Event) -> None:
+        """Hand an event over; never waits."""
+        try:
+            self._queue.put_nowait(event)
+        except queue.Full:
+            self.lost += 1
+
+    def _run(self) -> None:
+        while (event := self._queue.get()) is not _STOP:
+            try:
+                self.observer(event)
+            except Exception as error:
+                self.errors += 1
+                if self.errors == 1:
+                    _complain(f"an observer raised {type(error).__name__}: {error}; the run goes on")
+
+    def finish(self, seconds: float) -> bool:
+        """Let the observer see what is queued, then end its thread.
+
+        Args:
+            seconds: How long to wait for it.
+
+        Returns:
+            Whether it ended in time; if not, its daemon thread is left behind.
+        """
+        end = time.monotonic() + seconds
+        try:
+            self._queue.put(_STOP, timeout=max(seconds, 0.001))
+        except queue.Full:
+            return False
+        self._thread.join(max(end - time.monotonic(), 0.001))
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop observing."""
+        self.finish(1.0)
+
+
+def _complain(text: str) -> None:
+    # On an observer's thread a warning that is an error would kill the thread, unheard.
+    try:
+        warnings.warn(text, ObserverWarning, stacklevel=2)
+    except ObserverWarning:
+        return
+
+
+class Bus:
+    """The observers of one run. Whoever subscribes late is first told what has happened."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+        """Observers that raised, lost events or did not end: for the outcome's notes."""
+        self._subscriptions: list[Subscription] = []
+        self._past: list[Event] = []
+        self._lock = threading.Lock()
+
+    def subscribe(self, observer: Observer, capacity: int = 1024) -> Subscription:
+        """Add an observer; it gets all events so far, then those to come."""
+        subscription = Subscription(observer, capacity)
+        with self._lock:
+            for event in self._past:
+                subscription.put(event)
+            self._subscriptions.append(subscription)
+        return subscription
+
+    def publish(self, event: Event) -> None:
+        """Give an event to every observer's queue; never waits."""
+        with self._lock:
+            self._past.append(event)
+            for subscription in self._subscriptions:
+                subscription.put(event)
+
+    def finish(self, seconds: float) -> None:
+        """End all observers' threads, together within `seconds`."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            leaving, self._subscriptions = self._subscriptions, []
+        for subscription in leaving:
+            ended = subscription.finish(end - time.monotonic())
+            name = getattr(subscription.observer, "__name__", type(subscription.observer).__name__)
+            if not ended:
+                self.failed.append(f"observer {name} is blocked; its thread was left behind")
+            if subscription.errors:
+                self.failed.append(f"observer {name} raised {subscription.errors} time(s)")
+            if subscription.lost:
+                self.failed.append(f"observer {name} was too slow and lost {subscription.lost} event(s)")

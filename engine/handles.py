@@ -1,0 +1,165 @@
+"""Typed phase handles: the order of a run, visible to type checkers.
+
+Each handle has only the methods that are legal in its phase, and each returns the handle of the
+next one, so `mypy` and `pyright` reject a step before the optimizer or after the end. A handle
+whose phase is over raises `StaleHandle`, also through a bound method taken earlier.
+
+    with engine.open(task) as created:
+        training = created.place().optimize().train()
+        for batch in batches:
+            loss = training.step(batch)
+        outcome = training.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from .errors import StaleHandle
+from .outcome import Outcome
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from .session import Session
+
+T = TypeVar("T")
+
+
+class _Handle:
+    """What all handles share: the session, and whether their phase is still the present one."""
+
+    _phase: str
+    __slots__ = ("_current", "_session")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._current = True
+
+    @property
+    def phase(self) -> str:
+        """The present phase of the run (not: of this handle)."""
+        return self._session.driver.phase
+
+    def _check(self, what: str) -> None:
+        if not self._current or self._session.outcome is not None:
+            raise StaleHandle(
+                f"'{what}' on the handle of phase '{self._phase}', which is over: the run is in phase "
+                f"'{self.phase}'. Use the handle that the last call returned"
+            )
+
+    def _go(self, what: str, work: Callable[[], T]) -> T:
+        """Do a piece of the run that ends this handle's phase."""
+        self._check(what)
+        result = self._session.perform(work)
+        self._current = False
+        return result
+
+    def _offload(self) -> Outcome:
+        self._go("offload", lambda: self._session.driver.fire("offload"))
+        return self._session.conclude()
+
+
+@final
+class Created(_Handle):
+    """Described; no device has been touched. Use it in a `with` block, which ends the run in any case."""
+
+    __slots__ = ()
+    _phase = "created"
+
+    def __enter__(self) -> Created:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session.outcome is None:
+            if error is None and self._session.driver.phase == "training":
+                self._session.perform(lambda: self._session.driver.fire("stop"))
+            self._session.conclude(error)
+
+    def place(self) -> Placed:
+        """Take the device and move the model there."""
+        return self._go("place", lambda: self._session.driver.advance("placed") or Placed(self._session))
+
+    def offload(self) -> Outcome:
+        """End the run."""
+        return self._offload()
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run ended, once it has."""
+        return self._session.outcome
+
+
+@final
+class Placed(_Handle):
+    """The model stands on the device; its parameters are those that will train."""
+
+    __slots__ = ()
+    _phase = "placed"
+
+    @property
+    def model(self) -> nn.Module:
+        """The placed model."""
+        self._check("model")
+        return self._session.model
+
+    def optimize(self) -> Ready:
+        """Build the optimizer from the placed model, by the task's function, and check it."""
+        return self._go("optimize", lambda: self._session.driver.advance("ready") or Ready(self._session))
+
+    def offload(self) -> Outcome:
+        """Bring everything home and end the run."""
+        return self._offload()
+
+
+@final
+class Ready(_Handle):
+    """Placed and optimized."""
+
+    __slots__ = ()
+    _phase = "ready"
+
+    def train(self) -> Training:
+        """Begin to train."""
+        return self._go("train", lambda: self._session.driver.advance("training") or Training(self._session))
+
+    def offload(self) -> Outcome:
+        """Bring everything home and end the run."""
+        return self._offload()
+
+
+@final
+class Training(_Handle):
+    """Steps may be taken."""
+
+    __slots__ = ()
+    _phase = "training"
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """One update from one batch.
+
+        Returns:
+            The loss, detached, on the device.
+        """
+        self._check("step")
+        return self._session.perform(lambda: self._session.step_once(batch))
+
+    def validate(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Evaluate on some batches: loss and metrics, averaged over samples."""
+        self._check("validate")
+        return self._session.perform(lambda: self._session.validate(batches))
+
+    def finish(self) -> Outcome:
+        """End the run well: everything comes home."""
+        self._go("finish", lambda: self._session.driver.fire("finish"))
+        return self._session.conclude()
+
+    def stop(self) -> Outcome:
+        """End the run before its work is done, keeping the results."""
+        self._go("stop", lambda: self._session.driver.fire("stop"))
+        return self._session.conclude()

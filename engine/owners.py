@@ -1,0 +1,100 @@
+"""Finds who holds a tensor: the path of references from a root, for a report on what was left.
+
+Slow (it asks the garbage collector for referrers), and called only when something *is* left.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from interlock.backends.adapter import Adapter, Leftover
+
+DEPTH = 8
+BREADTH = 200
+
+
+def with_owners(leftovers: Iterable[Leftover], adapter: Adapter) -> tuple[Leftover, ...]:
+    """The leftovers, each with the reference paths of the tensors over it.
+
+    Args:
+        leftovers: As the backend reported them.
+        adapter: Finds the tensors.
+    """
+    found = []
+    for leftover in leftovers:
+        held = [describe_owner(tensor) for tensor in adapter.holders(leftover)]
+        found.append(replace(leftover, owners=tuple(dict.fromkeys(held))))
+    return tuple(found)
+
+
+def describe_owner(thing: object) -> str:
+    """A shortest path of references to an object from something with a name.
+
+    Args:
+        thing: Usually a tensor.
+
+    Returns:
+        Such as `module train.history[3]` or `local 'loss' of evaluate (train.py:12)`.
+    """
+    ignore = {id(sys._getframe())}
+    seen = {id(thing)}
+    level: list[tuple[Any, str]] = [(thing, "")]
+    for _ in range(DEPTH):
+        above: list[tuple[Any, str]] = []
+        for target, path in level:
+            for owner in gc.get_referrers(target)[:BREADTH]:
+                if id(owner) in seen or id(owner) in ignore or owner is level or owner is above:
+                    continue
+                seen.add(id(owner))
+                root = _root(owner, target)
+                if root:
+                    return root + path
+                step = _step(owner, target)
+                if step is not None:
+                    above.append((owner, step + path))
+        level = above
+    return "an owner that was not found"
+
+
+def _root(owner: object, target: object) -> str:
+    """The name of an owner that ends the search; empty for one that does not."""
+    if isinstance(owner, types.FrameType):
+        names = [name for name, value in owner.f_locals.items() if value is target]
+        where = f"{owner.f_code.co_qualname} ({owner.f_code.co_filename}:{owner.f_lineno})"
+        own = owner.f_globals.get("__name__", "") in (__name__, "interlock.session", "interlock.driver")
+        return f"local '{names[0]}' of {where}" if names and not own else ""
+    if isinstance(owner, dict):
+        module = _module_of(owner)
+        if module:
+            names = [str(key) for key, value in owner.items() if value is target]
+            return f"global {module}.{names[0]}" if names else ""
+    return ""
+
+
+def _module_of(namespace: dict[Any, Any]) -> str:
+    name = namespace.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return str(name) if module is not None and vars(module) is namespace else ""
+
+
+def _step(owner: object, target: object) -> str | None:
+    """How an owner refers to the target; `None` for what is no path to follow."""
+    if isinstance(owner, dict):
+        return next((f"[{key!r}]" for key, value in owner.items() if value is target), None)
+    if isinstance(owner, (list, tuple)):
+        return next((f"[{i}]" for i, value in enumerate(owner) if value is target), None)
+    if isinstance(owner, types.CellType):
+        return " (closure)"
+    if isinstance(owner, types.FunctionType):
+        return f" in {owner.__qualname__}"
+    if isinstance(owner, (types.ModuleType, type)):
+        return None
+    if isinstance(owner, BaseException):
+        return f".{type(owner).__name__}"
+    names = [name for name, value in getattr(owner, "__dict__", {}).items() if value is target]
+    return f".{names[0]} of a {type(owner).__name__}" if names else f" in a {type(owner).__name__}"

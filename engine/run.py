@@ -1,0 +1,208 @@
+"""The handle on a run that goes on in a thread of its own."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from interlock.specs import Entry
+
+from .deadline import stack_of
+from .errors import NotFinished, RunInUse
+from .events import Observer, Subscription
+from .outcome import Outcome
+from .session import Session
+
+EXIT_PATIENCE = 5.0
+"""Seconds that a program which ends while runs are going on waits for their clean end."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a run is doing now.
+
+    Attributes:
+        phase: The last phase of its history.
+        step: Steps complete.
+        epoch: From 0.
+        doing: In plain words: "training: in loader for 12.0 s", "cancelling: in step ...".
+        stack: The stack of the run's thread, as text; empty once it is closed.
+    """
+
+    phase: str
+    step: int
+    epoch: int
+    doing: str
+    stack: str
+
+    def __str__(self) -> str:
+        return f"{self.phase}, epoch {self.epoch + 1}, after step {self.step}: {self.doing}"
+
+
+_live: weakref.WeakSet[Run] = weakref.WeakSet()
+_hooked = False
+
+
+class Run:
+    """A run in the background: single-use, and like a future, but that it never hides its phase.
+
+    Made by `Engine.start`. All methods may be called from any thread; `stop` and `cancel` are
+    requests that are honoured at the next step boundary, or between two batches of a validation.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.id = session.id
+        self._session: Session | None = session
+        self._position = session.position
+        self._slot = session.driver.slot
+        self._bus = session.bus
+        self._outcome: Outcome | None = None
+        self._closed = threading.Event()
+        self._worker: int | None = None
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._work,), name=f"interlock run {self.id}", daemon=True
+        )
+
+    def _begin(self) -> Run:
+        """Start the thread; called once, by the engine."""
+        global _hooked
+        if not _hooked:
+            _hooked = True
+            atexit.register(_end_all)
+        _live.add(self)
+        self._thread.start()
+        return self
+
+    def _work(self) -> None:
+        self._worker = threading.get_ident()
+        session, self._session = self._session, None
+        if session is not None:
+            self._outcome = session.run()
+        del session
+        _live.discard(self)
+        self._closed.set()
+
+    # -- what it is doing ---------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """The present phase: always that of the last entry of `history`."""
+        return self._slot.state
+
+    @property
+    def history(self) -> tuple[Entry, ...]:
+        """All transitions so far; the first entry is the start."""
+        return tuple(self._slot.history)
+
+    @property
+    def step(self) -> int:
+        """Steps complete so far."""
+        return self._position.step
+
+    def snapshot(self) -> Snapshot:
+        """What it is doing now, with the stack of its thread."""
+        position = self._position
+        asked = {"stop": "stopping: ", "cancel": "cancelling: "}.get(position.request, "")
+        if self._closed.is_set():
+            doing = "closed"
+        elif position.doing and self.phase == "training":
+            doing = f"{asked}in {position.doing}, {time.monotonic() - position.since:.1f} s since the last report"
+        else:
+            doing = f"{asked}{self.phase} for {time.monotonic() - self._slot.history[-1].at:.1f} s"
+        stack = "" if self._closed.is_set() else stack_of(self._worker)
+        return Snapshot(self.phase, position.step, position.epoch, doing, stack)
+
+    def subscribe(self, observer: Observer, capacity: int = 1024) -> Subscription:
+        """Let an observer see every event of the run, from the first one on.
+
+        Args:
+            observer: Called with each event, on a thread of its own. If it raises, that is
+                reported and the run goes on; if it is too slow, it loses events.
+            capacity: How many events may wait for it.
+        """
+        return self._bus.subscribe(observer, capacity)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask it to end well: the update in progress is finished, the results are kept."""
+        if not self._position.request:
+            self._position.request = "stop"
+
+    def cancel(self) -> None:
+        """Ask it to end now: at the next step boundary, as an interruption. Overrides `stop`."""
+        self._position.request = "cancel"
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether it is closed."""
+        return self._closed.is_set()
+
+    def cancelled(self) -> bool:
+        """Whether it is closed because it was cancelled (not: whether that was asked for)."""
+        return self._outcome is not None and self._outcome.status == "cancelled"
+
+    def wait(self, timeout: float | None = None) -> Outcome:
+        """Wait for the end.
+
+        Args:
+            timeout: Seconds; `None` waits for ever.
+
+        Returns:
+            The outcome; the run's own error is in it and is never raised here.
+
+        Raises:
+            NotFinished: The time passed; the message says what the run is doing.
+            RunInUse: Called from within the run, which would wait for itself.
+        """
+        if threading.get_ident() == self._worker and not self._closed.is_set():
+            raise RunInUse("a run cannot wait for itself: `wait` was called from inside one of its hooks")
+        if not self._closed.wait(timeout):
+            raise NotFinished(f"not finished after {timeout:g} s: {self.snapshot()}")
+        self._thread.join()
+        if self._outcome is None:
+            raise NotFinished("the run ended without an outcome, which is a fault in Interlock: please report it")
+        return self._outcome
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        """The outcome of a run that finished or was stopped.
+
+        Raises:
+            BaseException: The error that ended it, the same object, if it failed or was cancelled.
+            NotFinished: The time passed.
+        """
+        outcome = self.wait(timeout)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error that ended it, or `None`. Waits as `wait` does."""
+        return self.wait(timeout).error
+
+    def __await__(self) -> Generator[object, None, Outcome]:
+        import asyncio
+
+        return asyncio.to_thread(self.wait).__await__()
+
+    def __repr__(self) -> str:
+        return f"<Run {self.id} {self.phase}, {self.step} steps>"
+
+
+def _end_all() -> None:
+    """At the end of the program: ask every run to end, and give them a moment to do so."""
+    runs = list(_live)
+    for run in runs:
+        run.cancel()
+    end = time.monotonic() + EXIT_PATIENCE
+    for run in runs:
+        if not run._closed.wait(max(0.0, end - time.monotonic())):
+            print(f"interlock: the program ended while {run!r} was still {run.snapshot().doing}", file=sys.stderr)
