@@ -15,11 +15,12 @@ from interlock.backends.registry import adapter_class
 from .errors import TaskError
 from .events import Bus, Observer
 from .handles import Created
+from .options import ExitPolicy, Nonfinite, Options
 from .outcome import Outcome
-from .program import step_program
+from .program import StepProgram, step_program
 from .proof import proved
 from .run import Run
-from .session import ExitPolicy, Options, Session
+from .session import Session
 from .task import Data, Task
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ class Engine:
         exit: ExitPolicy = "offload",
         deadline: float = 30.0,
         report_every: int = 50,
-        nonfinite: Literal["error", "ignore"] = "error",
+        nonfinite: Nonfinite = "error",
         observers: Sequence[Observer] = (),
         progress: bool = False,
         journal: str | Path | None = None,
         debug: Literal["", "keep_frames"] = "",
     ) -> None:
         _one_of("exit", exit, get_args(ExitPolicy))
-        _one_of("nonfinite", nonfinite, ("error", "ignore"))
+        _one_of("nonfinite", nonfinite, get_args(Nonfinite))
         _one_of("debug", debug, ("", "keep_frames"))
         if report_every < 1 or deadline <= 0:
             raise TaskError("report_every must be at least 1, and deadline more than 0 seconds")
@@ -75,6 +76,7 @@ class Engine:
         self._observers = tuple(observers)
         self._progress = progress
         self._journal = journal
+        self._programs: dict[bool, StepProgram] = {}
 
     def fit(
         self,
@@ -149,13 +151,19 @@ class Engine:
         rounds = task.epochs if epochs is None else epochs
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
             raise TaskError(f"epochs must be a whole number of at least 1, got {rounds!r}")
-        adapter = self._adapter or self._class()
+        adapter = self._class() if self._adapter is None else self._adapter
         every_step = task.scheduler is not None and task.scheduler_every == "step"
-        program = step_program(adapter.monitor, schedule=every_step)
+        program = self._program(every_step)
         bus = Bus()
         session = Session(task, data, rounds, adapter, self.life, program, self._options, bus)
         self._observe(session, rounds)
         return session
+
+    def _program(self, schedule: bool) -> StepProgram:
+        """The step program, generated and proved once per engine."""
+        if schedule not in self._programs:
+            self._programs[schedule] = step_program(self._class.monitor, schedule=schedule)
+        return self._programs[schedule]
 
     def _observe(self, session: Session, epochs: int) -> None:
         """Subscribe the engine's own observers, then the user's."""

@@ -83,19 +83,20 @@ def train_epoch(
     return True
 
 
-def mean_loss(losses: list[torch.Tensor], first_step: int) -> float:
+def mean_loss(losses: list[torch.Tensor], first_step: int, check: bool = True) -> float:
     """The mean of detached losses: the one place where a training loss is read from the device.
 
     Args:
         losses: Zero-dimensional.
         first_step: The number, from 1, of the step of the first one.
+        check: Whether a loss that is not finite is an error.
 
     Raises:
         NonFiniteLoss: Naming the first step whose loss is NaN or infinite.
     """
     values: list[float] = torch.stack(losses).tolist()
     for offset, value in enumerate(values):
-        if not math.isfinite(value):
+        if check and not math.isfinite(value):
             raise NonFiniteLoss(first_step + offset, value)
     return sum(values) / len(values)
 

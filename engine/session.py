@@ -1,7 +1,7 @@
 """One run, from `created` to `closed`, on the thread that calls it.
 
-A session binds the phases of the lifecycle to what is done in them, and turns whatever happens
-into an `Outcome`. Which phase follows which is not decided here: the driver follows the spec.
+A session turns whatever happens into an `Outcome`. Which phase follows which is decided by the
+spec, which the driver follows; what is done in each is in `work.py`.
 """
 
 from __future__ import annotations
@@ -9,55 +9,33 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
+from interlock.specs import Entry, Lifecycle, Status
 
-from interlock.backends.adapter import Adapter
-from interlock.specs import Entry, Lifecycle
-
-from . import facts
-from .batches import convert, describe
-from .deadline import bounded
 from .driver import Driver, Position
 from .errors import Cancelled, DeadlinePassed, InterlockError, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
 from .evidence import Failure, attach, record, unpin
-from .loop import check_cancel, evaluate, mean_loss, train_epoch
+from .loop import check_cancel, mean_loss, train_epoch
+from .options import Options
 from .outcome import Outcome, Residue, StatusName
-from .owners import with_owners
 from .program import StepProgram
-from .release import Release, ReleaseStack
-from .residency import Registry
+from .release import ReleaseStack
 from .task import Data, Task
+from .work import Work
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from interlock.backends.adapter import Adapter
 
 T = TypeVar("T")
 
-ExitPolicy = Literal["offload", "keep", "discard"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a run is to be carried out; the same for every task.
-
-    Attributes:
-        exit: What becomes of the model: home, kept on the device, or discarded.
-        deadline: Seconds that each backend call on the way out may take.
-        report_every: Steps between two reports; also the bound within which a parameter that is
-            replaced in mid-run, or a loss that is not finite, is found.
-        nonfinite: What a NaN or infinite loss is: an `error`, or something to `ignore`.
-        keep_frames: Leave the frames of a failed run's traceback alone, for a debugger.
-    """
-
-    exit: ExitPolicy = "offload"
-    deadline: float = 30.0
-    report_every: int = 50
-    nonfinite: Literal["error", "ignore"] = "error"
-    keep_frames: bool = False
+OBSERVERS_MAY_TAKE = 2.0
+"""Seconds that the observers of a run get, together, to see its last events."""
 
 
 class Session:
@@ -92,30 +70,26 @@ class Session:
         self.bus = bus
         self.position = Position()
         self.outcome: Outcome | None = None
-        self.validation: dict[str, float] = {}
         self._data = data
         self._epochs = epochs
-        self._program = program
-        self._model: nn.Module | None = None
-        self._optimizers: tuple[Optimizer, ...] = ()
-        self._scheduler: Any = None
-        self._registry: Registry | None = None
-        self._step: Callable[[Any], torch.Tensor] | None = None
-        self._first: Callable[[Any], torch.Tensor] | None = None
-        self._residue: Residue | None = None
         self._error: BaseException | None = None
         self._failures: list[Failure] = []
         self._reports: list[Report] = []
-        self._reported = 0
         self._metrics: dict[str, float] = {}
         self._notes: list[str] = []
         self._busy = False
-        self._batches: Any = None
         self._outside: BaseException | None = None
-        wishes = frozenset({options.exit} - {"offload"})
         stack = ReleaseStack(options.deadline, adapter.copies)
+        self._work = Work(task, adapter, program, options, self.position, stack, self._say)
+        wishes = frozenset({options.exit} - {"offload"})
         self.driver = Driver(
-            life, self._actions(), self._releases(), stack, self.position, wishes, self._announce
+            life,
+            self._work.actions(),
+            self._work.releases(),
+            stack,
+            self.position,
+            wishes,
+            self._announce,
         )
         self._begun = self.driver.slot.history[0].at
 
@@ -137,19 +111,28 @@ class Session:
         for epoch in range(self._epochs):
             self.position.epoch = epoch
             go_on = train_epoch(
-                data.train, self.take_step(), self._first_step(), self.position, self.options.report_every,
+                data.train,
+                self._work.step(),
+                self._work.first_step(),
+                self.position,
+                self.options.report_every,
                 self._report,
-            )  # fmt: skip
+            )
             if not go_on:
                 self.driver.fire("stop")
                 return
-            if self._scheduler is not None and self.task.scheduler_every == "epoch":
-                self._scheduler.step()
+            if self._work.scheduler is not None and self.task.scheduler_every == "epoch":
+                self._work.scheduler.step()
             if data.validate is not None:
                 self.validate(data.validate)
         self.driver.fire("finish")
 
-    # -- pieces of a run, for phase handles ---------------------------------------------------------
+    # -- pieces of a run, for phase handles -----------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The placed model."""
+        return self._work.placed()[0]
 
     def perform(self, work: Callable[[], T]) -> T:
         """Do a piece of the run. An error in it ends the run, and is raised again, the same object.
@@ -159,7 +142,9 @@ class Session:
                 caller, from inside a hook.
         """
         if self._busy:
-            raise RunInUse("this run is being driven already; start another run instead of calling into this one")
+            raise RunInUse(
+                "this run is being driven already; start another run instead of calling into this one"
+            )
         self._busy = True
         self._outside = sys.exc_info()[1]
         try:
@@ -170,6 +155,24 @@ class Session:
             raise
         finally:
             self._busy = False
+
+    def step_once(self, batch: Any) -> torch.Tensor:
+        """One step outside of the engine's loop: the detached loss."""
+        step = self._work.first_step() or self._work.step()
+        loss = step(batch)
+        self.position.step += 1
+        check_cancel(self.position)
+        return loss
+
+    def validate(self, batches: Any) -> dict[str, float]:
+        """Evaluate in mid-run; the metrics are reported with the prefix `val_`."""
+        self._work.batches = batches
+        self.driver.do("validate")
+        metrics = self._work.validation
+        self._publish_report({f"val_{name}": value for name, value in metrics.items()})
+        return metrics
+
+    # -- faults and the end -----------------------------------------------------------------------
 
     def conclude(self, error: BaseException | None = None) -> Outcome:
         """Go to `closed` by the exit table and draw up the outcome.
@@ -193,242 +196,6 @@ class Session:
                 pending = late
         return self._close()
 
-    def take_step(self) -> Callable[[Any], torch.Tensor]:
-        """The step function; there is one once the optimizer is built."""
-        if self._step is None:
-            raise TaskError("there is no step before the optimizer is built")
-        return self._step
-
-    def _first_step(self) -> Callable[[Any], torch.Tensor] | None:
-        """The step that checks, the first time it is asked for."""
-        first, self._first = self._first, None
-        return first
-
-    def step_once(self, batch: Any) -> torch.Tensor:
-        """One step outside of the engine's loop: the detached loss."""
-        step = self._first_step() or self.take_step()
-        loss = step(batch)
-        self.position.step += 1
-        check_cancel(self.position)
-        return loss
-
-    def validate(self, batches: Any) -> dict[str, float]:
-        """Evaluate in mid-run; the metrics are reported with the prefix `val_`."""
-        self._batches = batches
-        self.driver.do("validate")
-        report = {f"val_{name}": value for name, value in self.validation.items()}
-        self._publish_report(report)
-        return self.validation
-
-    @property
-    def model(self) -> nn.Module:
-        """The placed model."""
-        return self._placed()[0]
-
-    # -- what is done in each phase -----------------------------------------------------------------
-
-    def _actions(self) -> dict[str, Callable[[], None]]:
-        stack = lambda name, how=None: lambda: self.driver.stack.release(name, how)  # noqa: E731
-        keep = Release("handing the model over", lambda _: self._registry and self._registry.keep_model())
-        discard = Release("discarding the model", lambda _: self._registry and self._registry.discard_model())
-        added = {
-            phase: (lambda act=act: act(self._model)) for phase, act in self.adapter.actions().items()
-        }
-        return {
-            "acquiring": self._acquire,
-            "placing": self._place,
-            "optimizing": self._optimize,
-            "validating": self._validate,
-            "dropping": stack("optimizer"),
-            "homing": stack("model"),
-            "keeping": stack("model", keep),
-            "discarding": stack("model", discard),
-            "measuring": self._measure,
-            "freeing": stack("device"),
-            "writing_off": lambda: None,
-            **added,
-        }
-
-    def _releases(self) -> Mapping[str, Release]:
-        own = {
-            "model": Release(
-                "bringing the model home",
-                lambda copies: self._registry and self._registry.commit_model(copies),
-                lambda: self._registry.copy_model() if self._registry else {},
-                lambda: self._registry and self._registry.forget_model(),
-            ),
-            "optimizer": Release(
-                "bringing the optimizer's state home",
-                lambda copies: self._registry and self._registry.commit_state(copies),
-                lambda: self._registry.copy_state() if self._registry else {},
-                lambda: self._registry and self._registry.forget_state(),
-            ),
-        }
-        of_backend = {
-            name: Release(f"giving back the {name}", lambda _: None, function)
-            for name, function in self.adapter.releases().items()
-        }
-        return {**own, **of_backend}
-
-    def _acquire(self) -> None:
-        check_cancel(self.position)
-        self.adapter.acquire()
-
-    def _place(self) -> None:
-        check_cancel(self.position)
-        source = self.task.model
-        model = source if isinstance(source, nn.Module) else source()
-        if not isinstance(model, nn.Module):
-            raise TaskError(f"the task's model function returned {type(model).__name__}, not an nn.Module")
-        self._model = model
-        self._registry = Registry(model, self.adapter)
-        self.adapter.place(model)
-        self._registry.after_placement()
-
-    def _optimize(self) -> None:
-        check_cancel(self.position)
-        model, registry = self._placed()
-        self._optimizers = facts.as_optimizers(self.task.optimizer(model))
-        registry.optimizers = list(self._optimizers)
-        self._check("when the optimizer was built", built=True)
-        (optimizer,) = self._optimizers
-        if self.task.scheduler is not None:
-            self._scheduler = self.task.scheduler(optimizer)
-        self._step, self._first = self._bind(model, optimizer)
-
-    def _placed(self) -> tuple[nn.Module, Registry]:
-        if self._model is None or self._registry is None:
-            raise TaskError("there is no placed model yet")
-        return self._model, self._registry
-
-    def _check(self, when: str, built: bool = False) -> None:
-        model, registry = self._placed()
-        if self._optimizers:
-            facts.check_optimizers(
-                model, self._optimizers, registry.original_names(), when=when, built=built
-            )
-            facts.check_state(self._optimizers, {id(p): name for name, p in model.named_parameters()})
-        facts.check_ties(model, registry.ties)
-
-    def _loss_of(self, model: nn.Module) -> Callable[[Any], Any]:
-        loss = self.task.loss
-        return (lambda batch: loss(model, batch)) if loss else (lambda batch: loss_of_output(model, batch))
-
-    def _move(self, batch: Any) -> Any:
-        return convert(batch, self.adapter.move)
-
-    def _bind(self, model: nn.Module, optimizer: Optimizer) -> tuple[Callable[[Any], torch.Tensor], ...]:
-        """The step, and the first step: the same with checks in it."""
-        loss_of = self._loss_of(model)
-        move = self._move if self.adapter.copies else None
-        forward = (lambda batch: loss_of(move(batch))) if move else loss_of
-        every_step = self._scheduler is not None and self.task.scheduler_every == "step"
-        bindings: dict[str, Any] = {
-            "zero": optimizer.zero_grad,
-            "forward": forward,
-            "backward": torch.Tensor.backward,
-            "apply": optimizer.step,
-            "at": self.position,
-            "detach": torch.Tensor.detach,
-            **({"schedule": self._scheduler.step} if every_step else {}),
-        }
-        step = self._program.bind(**bindings)
-
-        def checked_forward(batch: Any) -> torch.Tensor:
-            try:
-                loss = forward(batch)
-            except Exception as error:
-                error.add_note(f"interlock: in the first forward pass, on a batch of {describe(batch)}")
-                raise
-            facts.check_loss(loss)
-            if self.options.nonfinite == "error":
-                facts.check_finite(loss, self.position.step + 1)
-            return loss  # type: ignore[no-any-return]
-
-        def checked_backward(loss: torch.Tensor) -> None:
-            torch.Tensor.backward(loss)
-            got, all_ = facts.check_gradients(model, self._optimizers)
-            self._say(f"{got} of {all_} parameters received a gradient in the first step")
-
-        inner = self._program.bind(**{**bindings, "forward": checked_forward, "backward": checked_backward})
-
-        def first(batch: Any) -> torch.Tensor:
-            self._check("before the first step")
-            before = facts.fingerprints(model)
-            loss = inner(batch)
-            did, looked_at = facts.changed(before, model)
-            self._say(f"{did} of {looked_at} parameters changed in the first update")
-            return loss
-
-        return step, first
-
-    def _validate(self) -> None:
-        model, _ = self._placed()
-        metrics = self.task.metrics
-        self.validation = evaluate(
-            model,
-            self._batches,
-            self._loss_of(model),
-            (lambda batch: metrics(model, batch)) if metrics else None,
-            self._move,
-            self.task.batch_size,
-            self.position,
-        )
-
-    def _measure(self) -> None:
-        ask = self.adapter.leftovers
-        left = bounded(ask, self.options.deadline, "measuring the device") if self.adapter.copies else ask()
-        if left is None:
-            self._residue = Residue(known=False)
-            return
-        kept = self._model_bytes() if self.options.exit == "keep" else 0
-        total = sum(leftover.nbytes for leftover in left)
-        design = [f"{kept} bytes of the model kept on the device"] * bool(kept)
-        design += ["the frames of the traceback are kept"] * bool(self.options.keep_frames and self._error)
-        found = with_owners(left, self.adapter) if total > kept else ()
-        self._residue = Residue(True, total - kept, found, "; ".join(design))
-
-    def _model_bytes(self) -> int:
-        tensors = [*self._model.parameters(), *self._model.buffers()] if self._model else []
-        mine = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if self.adapter.resident(t)}
-        return sum(storage.nbytes() for storage in mine.values())
-
-    # -- what is told --------------------------------------------------------------------------------
-
-    def _announce(self, entry: Entry) -> None:
-        if entry.phase in ("training", "checkpointing") and entry.event != "train":
-            self._check(f"after '{entry.event}'")
-        slot = self.driver.slot
-        statuses = zip(slot.lifecycle.spec.resources, entry.config.statuses, strict=True)
-        held = tuple(name for name, status in statuses if status != "absent")
-        number = self.driver.announced
-        self.bus.publish(
-            PhaseChanged(number, entry.event, entry.source, entry.phase, held, entry.ended, entry.at - self._begun)
-        )
-
-    def _say(self, text: str) -> None:
-        self._notes.append(text)
-        self.bus.publish(Note(text))
-
-    def _report(self, losses: list[torch.Tensor]) -> None:
-        self._check("at a report")
-        if not losses:
-            return
-        first = self.position.step - len(losses) + 1
-        if self.options.nonfinite == "ignore":
-            mean = float(torch.stack(losses).mean())
-        else:
-            mean = mean_loss(losses, first)
-        self._publish_report({"loss": mean})
-
-    def _publish_report(self, metrics: dict[str, float]) -> None:
-        self._metrics.update(metrics)
-        report = Report(self.position.step, self.position.epoch, metrics, time.monotonic() - self._begun)
-        self._reports.append(report)
-        self.bus.publish(report)
-
-    # -- faults and the end --------------------------------------------------------------------------
-
     def _note_error(self, error: BaseException) -> str:
         """Turn an error into evidence that pins nothing; the event to fire for it."""
         failure = record(error, self.driver.phase, self.position.step)
@@ -444,43 +211,44 @@ class Session:
             return "abandon"
         if self.adapter.is_loss_of_device(error):
             return "lose"
-        if isinstance(error, Exception) and not isinstance(error, Cancelled):
-            return "fail"
-        return "interrupt"
+        return "interrupt" if _is_interruption(error) else "fail"
 
     def _status(self) -> StatusName:
-        events = [entry.event for entry in self.driver.slot.history]
         if self._error is not None:
-            soft = isinstance(self._error, Cancelled) or not isinstance(self._error, Exception)
-            return "cancelled" if soft else "failed"
-        return "finished" if "finish" in events else "stopped"
+            return "cancelled" if _is_interruption(self._error) else "failed"
+        finished = any(entry.event == "finish" for entry in self.driver.slot.history)
+        return "finished" if finished else "stopped"
+
+    def _residue(self, abandoned: bool) -> Residue:
+        """What was measured; without a measurement nothing is known, unless no device was taken."""
+        taken = any(name == "device" for name, _ in self.driver.slot.ended)
+        return self._work.residue or Residue(known=not taken and not abandoned)
 
     def _close(self) -> Outcome:
-        slot = self.driver.slot
-        now = time.monotonic() - self._begun
-        gone = tuple(name for name, how in slot.ended if how == "abandoned")
-        left = tuple(name for name in self.driver.stack.names)
-        unknown = Residue(known="device" not in dict(slot.ended) or not gone)
-        residue = self._residue or (Residue(known=False) if gone or left else unknown)
-        status = self._status()
+        slot, work = self.driver.slot, self._work
+        gone = [name for name, how in slot.ended if how == "abandoned"]
+        abandoned = tuple(dict.fromkeys([*gone, *self.driver.stack.names]))
+        residue = self._residue(bool(abandoned))
         first = self._failures[0] if self._failures else None
+        seconds = time.monotonic() - self._begun
+        status = self._status()
         self.bus.publish(
             Closed(
                 status,
-                "abandoned" if gone or left else "clean",
+                "abandoned" if abandoned else "clean",
                 residue.bytes if residue.known else None,
                 f"{first.type}: {first.message}" if first else "",
                 self.position.step,
-                now,
+                seconds,
             )
         )
-        self.bus.finish(2.0)
+        self.bus.finish(OBSERVERS_MAY_TAKE)
         discarded = self.options.exit == "discard"
         self.outcome = Outcome(
             status=status,
-            abandoned=tuple(dict.fromkeys(gone + left)),
-            model=None if discarded else self._model,
-            optimizer=self._optimizers[0] if self._optimizers and not discarded else None,
+            abandoned=abandoned,
+            model=None if discarded else work.model,
+            optimizer=work.optimizers[0] if work.optimizers and not discarded else None,
             error=self._error,
             failure=first,
             errors=tuple(self._failures[1:]),
@@ -489,7 +257,7 @@ class Session:
             metrics=dict(self._metrics),
             reports=tuple(self._reports),
             steps=self.position.step,
-            seconds=now,
+            seconds=seconds,
             notes=(*self._notes, *self.bus.failed),
             spec_hash=slot.lifecycle.spec.hash,
         )
@@ -499,26 +267,43 @@ class Session:
     def _let_go(self) -> None:
         """Break the cycles through actions and bound functions: no garbage collector is needed."""
         self.driver.detach()
-        self._step = self._first = None
-        self._model = self._registry = self._scheduler = None
-        self._optimizers = ()
+        self._work.let_go()
         self._data = None
-        self._batches = None
         self._error = self._outside = None
 
+    # -- what is told -----------------------------------------------------------------------------
 
-def loss_of_output(model: nn.Module, batch: Any) -> Any:
-    """The loss that the model itself computes: `.loss` or `["loss"]` of what it returns.
+    def _announce(self, entry: Entry) -> None:
+        """Tell of a transition; back in training, observe that the optimizer still holds what trains."""
+        if entry.phase in ("training", "checkpointing") and entry.event != "train":
+            self._work.check(f"after '{entry.event}'")
+        statuses = zip(self.driver.spec.resources, entry.config.statuses, strict=True)
+        held = tuple(name for name, status in statuses if status is not Status.ABSENT)
+        at = entry.at - self._begun
+        number = self.driver.announced
+        self.bus.publish(
+            PhaseChanged(number, entry.event, entry.source, entry.phase, held, entry.ended, at)
+        )
 
-    Raises:
-        TaskError: It returns neither.
-    """
-    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
-    if hasattr(output, "loss"):
-        return output.loss
-    if isinstance(output, Mapping) and "loss" in output:
-        return output["loss"]
-    raise TaskError(
-        f"the task has no loss function, and the model returned {type(output).__name__} without `.loss`: pass "
-        "`loss=`"
-    )
+    def _say(self, text: str) -> None:
+        self._notes.append(text)
+        self.bus.publish(Note(text))
+
+    def _report(self, losses: list[torch.Tensor]) -> None:
+        self._work.check("at a report")
+        if losses:
+            first = self.position.step - len(losses) + 1
+            check = self.options.nonfinite == "error"
+            self._publish_report({"loss": mean_loss(losses, first, check)})
+
+    def _publish_report(self, metrics: dict[str, float]) -> None:
+        self._metrics.update(metrics)
+        seconds = time.monotonic() - self._begun
+        report = Report(self.position.step, self.position.epoch, metrics, seconds)
+        self._reports.append(report)
+        self.bus.publish(report)
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Ctrl-C, a cancellation, a library that calls `sys.exit`: not a failure of the work."""
+    return isinstance(error, Cancelled) or not isinstance(error, Exception)

@@ -1,0 +1,306 @@
+"""What is done in each phase of a run, and how each resource of it is given back.
+
+`Work` owns the parts of a run - model, optimizer, scheduler, step - and offers them to the driver
+as *actions* (in-flight phase -> what is done in it) and *releases* (resource -> how it goes). It
+never asks in which phase the run is, nor decides which comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from interlock.backends.adapter import Adapter
+
+from . import facts
+from .batches import convert, describe
+from .deadline import bounded
+from .driver import Position
+from .errors import TaskError
+from .loop import check_cancel, evaluate
+from .options import Options
+from .outcome import Residue
+from .owners import with_owners
+from .program import StepProgram
+from .release import Release, ReleaseStack
+from .residency import Registry
+from .task import Task
+
+Step = Callable[[Any], torch.Tensor]
+
+
+class Work:
+    """The parts of one run, from placement to homecoming.
+
+    Args:
+        task: What to train.
+        adapter: Where.
+        program: The step, proved for that backend.
+        options: How.
+        position: Shared with loop and driver.
+        stack: What releases are carried out from.
+        say: Takes observations worth reading.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        adapter: Adapter,
+        program: StepProgram,
+        options: Options,
+        position: Position,
+        stack: ReleaseStack,
+        say: Callable[[str], None],
+    ) -> None:
+        self.model: nn.Module | None = None
+        self.optimizers: tuple[Optimizer, ...] = ()
+        self.scheduler: Any = None
+        self.residue: Residue | None = None
+        self.validation: dict[str, float] = {}
+        self.batches: Any = None
+        """What the next validation goes over."""
+        self._task = task
+        self._adapter = adapter
+        self._program = program
+        self._options = options
+        self._position = position
+        self._stack = stack
+        self._say = say
+        self._registry: Registry | None = None
+        self._step: Step | None = None
+        self._first: Step | None = None
+
+    # -- for the driver -----------------------------------------------------------------------
+
+    def actions(self) -> dict[str, Callable[[], None]]:
+        """In-flight phase -> what is done in it."""
+        keep = Release("handing the model over", self._on_registry(Registry.keep_model))
+        discard = Release("discarding the model", self._on_registry(Registry.discard_model))
+        return {
+            "acquiring": self._acquire,
+            "placing": self._place,
+            "optimizing": self._optimize,
+            "validating": self._validate,
+            "dropping": lambda: self._stack.release("optimizer"),
+            "homing": lambda: self._stack.release("model"),
+            "keeping": lambda: self._stack.release("model", keep),
+            "discarding": lambda: self._stack.release("model", discard),
+            "measuring": self._measure,
+            "freeing": lambda: self._stack.release("device"),
+            "writing_off": _nothing,
+            **{phase: self._with_model(action) for phase, action in self._adapter.actions().items()},
+        }
+
+    def releases(self) -> dict[str, Release]:
+        """Resource -> how it is given back."""
+        return {
+            "model": Release(
+                "bringing the model home",
+                commit=self._on_registry(Registry.commit_model),
+                copy=lambda: self._registry.copy_model() if self._registry else {},
+                forget=self._on_registry(Registry.forget_model),
+            ),
+            "optimizer": Release(
+                "bringing the optimizer's state home",
+                commit=self._on_registry(Registry.commit_state),
+                copy=lambda: self._registry.copy_state() if self._registry else {},
+                forget=self._on_registry(Registry.forget_state),
+            ),
+            **{
+                name: Release(f"giving back the {name}", _nothing, function)
+                for name, function in self._adapter.releases().items()
+            },
+        }
+
+    def _on_registry(self, method: Callable[..., None]) -> Callable[..., None]:
+        """The method, bound to the registry at the time of the call; nothing if there is none yet."""
+
+        def call(*payload: Any) -> None:
+            if self._registry is not None:
+                takes = method in (Registry.commit_model, Registry.commit_state)
+                method(self._registry, *(payload if takes else ()))
+
+        return call
+
+    def _with_model(self, action: Callable[[nn.Module | None], None]) -> Callable[[], None]:
+        return lambda: action(self.model)
+
+    def let_go(self) -> None:
+        """Drop every reference to the parts of the run."""
+        self.model = self.scheduler = self.batches = None
+        self.optimizers = ()
+        self._registry = self._step = self._first = None
+
+    # -- the phases -----------------------------------------------------------------------------
+
+    def _acquire(self) -> None:
+        check_cancel(self._position)
+        self._adapter.acquire()
+
+    def _place(self) -> None:
+        check_cancel(self._position)
+        source = self._task.model
+        model = source if isinstance(source, nn.Module) else source()
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"the task's model function returned {type(model).__name__}, not an nn.Module")
+        self.model = model
+        self._registry = Registry(model, self._adapter)
+        self._adapter.place(model)
+        self._registry.after_placement()
+
+    def _optimize(self) -> None:
+        check_cancel(self._position)
+        model, registry = self.placed()
+        self.optimizers = facts.as_optimizers(self._task.optimizer(model))
+        registry.optimizers = list(self.optimizers)
+        self.check("when the optimizer was built", built=True)
+        (optimizer,) = self.optimizers
+        if self._task.scheduler is not None:
+            self.scheduler = self._task.scheduler(optimizer)
+        self._step, self._first = self._bind(model, optimizer)
+
+    def _validate(self) -> None:
+        model, _ = self.placed()
+        metrics = self._task.metrics
+        self.validation = evaluate(
+            model,
+            self.batches,
+            self._loss_of(model),
+            (lambda batch: metrics(model, batch)) if metrics else None,
+            self._move,
+            self._task.batch_size,
+            self._position,
+        )
+
+    def _measure(self) -> None:
+        ask, options = self._adapter.leftovers, self._options
+        left = bounded(ask, options.deadline, "measuring the device") if self._adapter.copies else ask()
+        if left is None:
+            self.residue = Residue(known=False)
+            return
+        kept = self._bytes_of_model() if options.exit == "keep" else 0
+        total = sum(leftover.nbytes for leftover in left)
+        design = [f"{kept} bytes of the model kept on the device"] if kept else []
+        design += ["a failed run's frames are kept"] if options.keep_frames else []
+        found = with_owners(left, self._adapter) if total > kept else ()
+        self.residue = Residue(True, total - kept, found, "; ".join(design))
+
+    def _bytes_of_model(self) -> int:
+        tensors = [*self.model.parameters(), *self.model.buffers()] if self.model else []
+        storages = [t.untyped_storage() for t in tensors if self._adapter.resident(t)]
+        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    # -- the step -------------------------------------------------------------------------------
+
+    def placed(self) -> tuple[nn.Module, Registry]:
+        """The model, and the registry of its tensors.
+
+        Raises:
+            TaskError: Nothing has been placed yet.
+        """
+        if self.model is None or self._registry is None:
+            raise TaskError("there is no placed model yet")
+        return self.model, self._registry
+
+    def check(self, when: str, built: bool = False) -> None:
+        """Observe that the optimizer holds what trains, its state stands right, and ties are ties.
+
+        Raises:
+            PlacementError: Naming parameters.
+        """
+        model, registry = self.placed()
+        if self.optimizers:
+            facts.check_optimizers(model, self.optimizers, registry.original_names(), when=when, built=built)
+            facts.check_state(self.optimizers, {id(p): name for name, p in model.named_parameters()})
+        facts.check_ties(model, registry.ties)
+
+    def step(self) -> Step:
+        """The step that trains.
+
+        Raises:
+            TaskError: There is none before the optimizer is built.
+        """
+        if self._step is None:
+            raise TaskError("there is no step before the optimizer is built")
+        return self._step
+
+    def first_step(self) -> Step | None:
+        """The step that also checks; only for the first call."""
+        first, self._first = self._first, None
+        return first
+
+    def _loss_of(self, model: nn.Module) -> Callable[[Any], Any]:
+        loss = self._task.loss
+        return (lambda batch: loss(model, batch)) if loss else (lambda batch: loss_of_output(model, batch))
+
+    def _move(self, batch: Any) -> Any:
+        return convert(batch, self._adapter.move)
+
+    def _bind(self, model: nn.Module, optimizer: Optimizer) -> tuple[Step, Step]:
+        """The step, and the first step: the same program with checks bound into it."""
+        loss_of, move = self._loss_of(model), self._move
+        forward = (lambda batch: loss_of(move(batch))) if self._adapter.copies else loss_of
+        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+        bindings: dict[str, Any] = {
+            "zero": optimizer.zero_grad,
+            "forward": forward,
+            "backward": backward,
+            "apply": optimizer.step,
+            "at": self._position,
+            "detach": torch.Tensor.detach,
+        }
+        if self.scheduler is not None and self._task.scheduler_every == "step":
+            bindings["schedule"] = self.scheduler.step
+
+        def checked_forward(batch: Any) -> torch.Tensor:
+            try:
+                loss: torch.Tensor = forward(batch)
+            except Exception as error:
+                error.add_note(f"interlock: in the first forward pass, on a batch of {describe(batch)}")
+                raise
+            facts.check_loss(loss)
+            if self._options.nonfinite == "error":
+                facts.check_finite(loss, self._position.step + 1)
+            return loss
+
+        def checked_backward(loss: torch.Tensor) -> None:
+            backward(loss)
+            got, trainable = facts.check_gradients(model, self.optimizers)
+            self._say(f"{got} of {trainable} parameters received a gradient in the first step")
+
+        checked = self._program.bind(**{**bindings, "forward": checked_forward, "backward": checked_backward})
+
+        def first(batch: Any) -> torch.Tensor:
+            self.check("before the first step")
+            before = facts.fingerprints(model)
+            loss: torch.Tensor = checked(batch)
+            did, looked_at = facts.changed(before, model)
+            self._say(f"{did} of {looked_at} parameters changed in the first update")
+            return loss
+
+        return self._program.bind(**bindings), first
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def loss_of_output(model: nn.Module, batch: Any) -> Any:
+    """The loss that the model itself computes: `.loss` or `["loss"]` of what it returns.
+
+    Raises:
+        TaskError: It returns neither.
+    """
+    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    if hasattr(output, "loss"):
+        return output.loss
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    raise TaskError(
+        f"the task has no loss function, and the model returned {type(output).__name__} without `.loss`: pass "
+        "`loss=`"
+    )
