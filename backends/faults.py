@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,7 +100,7 @@ def faulty(adapter_class: type[Adapter], *faults: Fault) -> Adapter:
         The adapter; its `counts` say how often each call was made, so that a first run without
         faults enumerates every point at which one can be placed.
     """
-    namespace: dict[str, ClassVar[Any] | Any] = {"copies": True, "name": adapter_class.name}
+    namespace: dict[str, Any] = {"copies": True, "name": adapter_class.name}
     combined = type(f"Faulty{adapter_class.__name__}", (_Faulty, adapter_class), namespace)
     adapter: Any = combined()
     adapter.faults = faults

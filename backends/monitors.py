@@ -14,6 +14,7 @@ from interlock.specs import (
     Pattern,
     Phase,
     Property,
+    Scope,
     Transition,
     Verb,
     does,
@@ -93,7 +94,6 @@ _MICRO_BATCH = Automaton(
     "cut",
     {
         ("cut", "forward"): "open",
-        ("open", "scale"): "open",
         ("open", "backward"): "traced",
         ("open", "skip"): "traced",
         # What works on the device after a cut begins a graph that must be cut as well. Before the cut
@@ -202,6 +202,26 @@ def _distributed(name: str, doc: str) -> Monitor:
                 doc="after any fault no collective is entered: it would wait for ever",
             ),
             Property(
+                "group-goes-after-the-model",
+                Pattern.NESTED,
+                does("releases", _GROUP),
+                held=("model", "optimizer"),
+                doc="the group is there as long as anything that is spread over it",
+            ),
+            Property(
+                "peer-fail-accepted",
+                Pattern.UNIVERSALITY,
+                on("peer_fail"),
+                scope=Scope.RUNNING,
+                doc="the failure of a peer is accepted in every phase before the way out",
+            ),
+            Property(
+                "peer-fail-closes",
+                Pattern.RESPONSE,
+                on("peer_fail"),
+                doc="after the failure of a peer, `closed` is inevitable",
+            ),
+            Property(
                 "no-rescue-after-a-peer-failed",
                 Pattern.ABSENCE,
                 does("saves"),
@@ -267,13 +287,27 @@ FSDP2 = Monitor(
     properties=(
         *_FSDP.properties,
         Property(
-            "resharded-before-optimized",
+            "sharded-before-placed",
             Pattern.PRECEDENCE,
-            does("acquires", "optimizer"),
+            does("acquires", "model"),
+            first=on("sharded"),
+            doc="what is placed are shards: the whole model may not fit",
+        ),
+        Property(
+            "materialised-before-used",
+            Pattern.PRECEDENCE,
+            does("acquires", "optimizer") | on("serve"),
+            first=on("materialised"),
+            since=does("acquires", "model"),
+            doc="parameters have values before they are used",
+        ),
+        Property(
+            "resharded-before-used",
+            Pattern.PRECEDENCE,
+            does("acquires", "optimizer") | on("serve"),
             first=on("reshard"),
             since=on("materialise"),
-            about=("optimizer",),
-            doc="the optimizer sees shards, not gathered parameters",
+            doc="optimizer and predictions see shards, not gathered parameters",
         ),
     ),
 )

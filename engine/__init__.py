@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from interlock.specs.errors import IllegalTransition, InterlockError, SpecError
 
+from . import errors
+
 if TYPE_CHECKING:
     from interlock.backends.adapter import Adapter
 
@@ -69,17 +71,21 @@ __all__ = [
     "Subscription",
     "Task",
     "Training",
+    "errors",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used."""
-    if name in _LAZY:
-        from importlib import import_module
+if not TYPE_CHECKING:
+    # Hidden from type checkers: to them a module with `__getattr__` has every name, also a misspelt one.
 
-        value = globals()[name] = getattr(import_module(_LAZY[name]), name)
-        return value
-    raise AttributeError(f"module 'interlock' has no attribute '{name}'; it has {', '.join(__all__)}")
+    def __getattr__(name: str) -> Any:
+        """Load a public name when it is first used."""
+        if name in _LAZY:
+            from importlib import import_module
+
+            value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+            return value
+        raise AttributeError(f"module 'interlock' has no attribute '{name}'; it has {', '.join(__all__)}")
 
 
 def __dir__() -> list[str]:

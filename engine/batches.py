@@ -1,62 +1,137 @@
 """Walks nested data: moves the tensors of a batch, finds its size. The structure is kept.
 
-Understood: tensors, mappings (also `UserDict`), lists, tuples, namedtuples, dataclasses, in any
-nesting. Everything else - `None`, strings, numbers, objects - passes through untouched.
+Understood: tensors, mappings (also `UserDict` and immutable ones), lists, tuples, namedtuples,
+dataclasses, in any nesting, and `PackedSequence`, whose `batch_sizes` stay on the host, where torch
+wants them. Everything else - `None`, strings, numbers, objects - passes through untouched.
+
+The type of a container is kept, and its attributes. A class that cannot be rebuilt (its constructor
+asks for something else, and it cannot be copied) gives way to the plain `dict`, `list` or `tuple`
+with the same content: what is read from it by key or position is right.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, TypeAlias
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+
+Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-def convert(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def convert(data: Any, function: Function) -> Any:
     """The same structure with each tensor replaced by `function(tensor)`.
 
     Args:
         data: Any nesting. It is not changed; containers in which no tensor changed are kept.
-        function: Called once per tensor.
+        function: Called once per tensor, also for one that stands in several places: what was the
+            same tensor before is the same tensor after.
 
     Returns:
         The data itself where nothing changed, else copies of the same types.
     """
     if isinstance(data, torch.Tensor):
         return function(data)
-    if isinstance(data, (str, bytes)) or data is None:
+    done: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        found = done.get(id(tensor))
+        if found is None:
+            found = done[id(tensor)] = function(tensor)
+        return found
+
+    return _walk(data, once)
+
+
+def _walk(data: Any, function: Function) -> Any:
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if data is None or isinstance(data, (str, bytes, int, float)):
         return data
+    if isinstance(data, PackedSequence):
+        return _walk_packed(data, function)
     if isinstance(data, Mapping):
-        new = {key: convert(value, function) for key, value in data.items()}
-        if all(new[key] is data[key] for key in new):
-            return data
-        if type(data) is dict:
-            return new
-        clone = copy.copy(data)
-        for key, value in new.items():
-            clone[key] = value  # type: ignore[index]
-        return clone
+        values = {key: _walk(value, function) for key, value in data.items()}
+        return _new_mapping(data, values) if _differ(values.values(), data.values()) else data
     if isinstance(data, (list, tuple)):
-        items = [convert(item, function) for item in data]
-        if all(a is b for a, b in zip(items, data, strict=True)):
+        items = [_walk(item, function) for item in data]
+        if not _differ(items, data):
             return data
-        if type(data) in (list, tuple):
-            return type(data)(items)
-        if hasattr(data, "_fields"):
-            return type(data)(*items)
-        if isinstance(data, list):
-            clone = copy.copy(data)
-            clone[:] = items
-            return clone
-        return type(data)(items)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        return _convert_dataclass(data, function)
+        return _new_list(data, items) if isinstance(data, list) else _new_tuple(data, items)
+    if dataclasses.is_dataclass(data) and not isinstance(data, (type, torch.nn.Module)):
+        return _walk_dataclass(data, function)
     return data
 
 
-def _convert_dataclass(data: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _differ(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return any(a is not b for a, b in zip(new, old, strict=True))
+
+
+def _new_mapping(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the same class with other values."""
+    if type(data) is dict:
+        return values
+    if isinstance(data, (dict, UserDict)):
+        # Their copies share nothing with the original, and keep attributes and a default factory.
+        clone = _copied(data)
+        if isinstance(clone, MutableMapping) and clone is not data:
+            for key, value in values.items():
+                clone[key] = value
+            return clone
+        return values
+    # A shallow copy of any other class shares its inner dictionary with the original, which a write
+    # to the copy would change: the class is called instead, and what it makes is looked at.
+    try:
+        made = type(data)(values)  # type: ignore[call-arg]
+    except Exception:
+        return values
+    if not isinstance(made, Mapping) or list(made) != list(values):
+        return values
+    return values if _differ(made.values(), values.values()) else made
+
+
+def _new_list(data: list[Any], items: list[Any]) -> list[Any]:
+    """A list of the same class with other items."""
+    if type(data) is list:
+        return items
+    clone = _copied(data)
+    if not isinstance(clone, list) or clone is data:
+        return items
+    clone[:] = items
+    return clone
+
+
+def _new_tuple(data: tuple[Any, ...], items: list[Any]) -> Any:
+    """A tuple of the same class with other items."""
+    kind = type(data)
+    if kind is tuple:
+        return tuple(items)
+    try:
+        # Past the constructor, which may ask for anything: it ran when the original was made.
+        made = tuple.__new__(kind, items)
+    except TypeError:
+        # A structure of C code, such as torch.return_types.max: it takes one iterable.
+        return kind(items)
+    vars_of = getattr(data, "__dict__", None)
+    if vars_of:
+        made.__dict__.update(vars_of)
+    return made
+
+
+def _walk_packed(data: PackedSequence, function: Function) -> PackedSequence:
+    new = function(data.data)
+    before = (data.sorted_indices, data.unsorted_indices)
+    orders = [order if order is None else function(order) for order in before]
+    if new is data.data and not _differ(orders, before):
+        return data
+    return PackedSequence(new, data.batch_sizes, *orders)
+
+
+def _walk_dataclass(data: Any, function: Function) -> Any:
     # Fields are set on a shallow copy: `replace` would run __init__ and __post_init__ again, and
     # could not set fields with init=False.
     changed = {}
@@ -64,7 +139,7 @@ def _convert_dataclass(data: Any, function: Callable[[torch.Tensor], torch.Tenso
         if not hasattr(data, field.name):
             continue
         value = getattr(data, field.name)
-        new = convert(value, function)
+        new = _walk(value, function)
         if new is not value:
             changed[field.name] = new
     if not changed:
@@ -75,8 +150,16 @@ def _convert_dataclass(data: Any, function: Callable[[torch.Tensor], torch.Tenso
     return clone
 
 
+def _copied(data: Any) -> Any:
+    """A shallow copy; `None` for what cannot be copied."""
+    try:
+        return copy.copy(data)
+    except Exception:
+        return None
+
+
 def tensors(data: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a nesting, in order."""
+    """The tensors of a nesting, each once, in order."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +171,16 @@ def tensors(data: Any) -> Iterator[torch.Tensor]:
 
 
 def size(data: Any) -> int:
-    """The number of samples of a batch: the first dimension of its first tensor; 1 if it has none."""
+    """The number of samples of a batch: the first dimension of its first tensor; 1 if it has none.
+
+    Args:
+        data: Any nesting. Of a `PackedSequence` the sequences are counted, not their elements.
+
+    Returns:
+        A number from 0.
+    """
+    if isinstance(data, PackedSequence):
+        return int(data.batch_sizes[0])
     for tensor in tensors(data):
         if tensor.ndim:
             return len(tensor)
@@ -96,11 +188,27 @@ def size(data: Any) -> int:
 
 
 def describe(data: Any, depth: int = 3) -> str:
-    """The structure of a batch in one line, for messages: `(float32[32, 64], int64[32])`."""
+    """The structure of a batch in one line, for messages: `(float32[32, 64], int64[32])`.
+
+    Args:
+        data: Any nesting.
+        depth: Levels that are shown; of each level, the first eight entries.
+
+    Returns:
+        Shapes and types; never values, which may be private.
+    """
     if isinstance(data, torch.Tensor):
         return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
+    if depth and isinstance(data, PackedSequence):
+        return f"PackedSequence({describe(data.data)})"
     if depth and isinstance(data, Mapping):
-        return "{" + ", ".join(f"{k!r}: {describe(v, depth - 1)}" for k, v in list(data.items())[:8]) + "}"
+        inner = [f"{key!r}: {describe(value, depth - 1)}" for key, value in list(data.items())[:8]]
+        return "{" + ", ".join(inner + ["..."] * (len(data) > 8)) + "}"
     if depth and isinstance(data, (list, tuple)):
-        return "(" + ", ".join(describe(item, depth - 1) for item in data[:8]) + ")"
+        inner = [describe(item, depth - 1) for item in data[:8]] + ["..."] * (len(data) > 8)
+        return f"[{', '.join(inner)}]" if isinstance(data, list) else f"({', '.join(inner)})"
+    if depth and dataclasses.is_dataclass(data) and not isinstance(data, type):
+        names = [field.name for field in dataclasses.fields(data) if hasattr(data, field.name)][:8]
+        inner = [f"{name}={describe(getattr(data, name), depth - 1)}" for name in names]
+        return f"{type(data).__name__}({', '.join(inner)})"
     return type(data).__name__

@@ -73,6 +73,7 @@ class Driver:
         self._actions = actions
         self._releases = releases
         self._announce = announce
+        self._caught_up = 0
         self.announced = 0
         """How many transitions have been announced."""
 
@@ -88,8 +89,29 @@ class Driver:
             IllegalTransition: Nothing has changed.
             HeldSetMismatch: They differ.
         """
+        self._catch_up()
         self.slot.fire(event)
         self.settle()
+
+    def _catch_up(self) -> None:
+        """Let the history say what the step's own code did since it was last asked.
+
+        Updates are not fired one by one through the machine; the automata of a backend (what is
+        queued, what is settled) still have to learn that there were any, so one pair of the fast
+        transitions stands for all updates between two events.
+        """
+        if self.position.step == self._caught_up:
+            return
+        self._caught_up = self.position.step
+        begin = self._fast()
+        if begin:
+            self.slot.fire(begin)
+            self.slot.fire(self._fast())
+
+    def _fast(self) -> str:
+        """The event that generated code fires in the present phase, if there is one."""
+        row = self.spec.by_source[self.phase]
+        return next((event for event, transition in row.items() if transition.fast), "")
 
     def settle(self) -> None:
         """Bring the stack up to the last entry of the history and compare. Idempotent.
@@ -144,8 +166,9 @@ class Driver:
         Where the event is not legal (a lost device that is not held) it counts as `fail`; a late
         fault, in an exit phase that has nothing to do with it, is not fired.
         """
-        if self.position.updating and self.phase == "training":
-            self.slot.fire("update")
+        self._catch_up()
+        if self.position.updating and self._fast():
+            self.slot.fire(self._fast())
         self.position.updating = False
         for candidate in (event, "fail"):
             if candidate in self.slot.legal:

@@ -20,7 +20,7 @@ from .outcome import Outcome
 from .program import StepProgram, step_program
 from .proof import proved
 from .run import Run
-from .session import Session
+from .session import Session, carry_out
 from .task import Data, Task
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Engine:
             BaseException: Whatever ended the run, the same object, after everything was released.
         """
         session = self._session(task, self._data(task, train, validate), epochs)
-        outcome = session.run()
+        outcome = carry_out(session)
         del session
         if outcome.error is not None:
             error = outcome.error
@@ -166,18 +166,22 @@ class Engine:
         return self._programs[schedule]
 
     def _observe(self, session: Session, epochs: int) -> None:
-        """Subscribe the engine's own observers, then the user's."""
-        if self._journal is not None:
-            from .journal import JournalWriter
+        """Subscribe the engine's own observers, then the user's; if one cannot be made, none stays."""
+        bus = session.bus
+        try:
+            if self._journal is not None:
+                from .journal import JournalWriter
 
-            writer = JournalWriter(self._journal, session, self.backend)
-            session.bus.subscribe(writer, capacity=100_000)
-        if self._progress:
-            from .progress import Progress
+                bus.subscribe(JournalWriter(self._journal, session, self.backend), capacity=100_000)
+            if self._progress:
+                from .progress import Progress
 
-            session.bus.subscribe(Progress(session, epochs), capacity=10_000)
-        for observer in self._observers:
-            session.bus.subscribe(observer)
+                bus.subscribe(Progress(session, epochs), capacity=10_000)
+            for observer in self._observers:
+                bus.subscribe(observer)
+        except BaseException:
+            bus.finish(1.0)
+            raise
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -18,8 +18,15 @@ class TaskError(InterlockError):
     """The task, or what it produced, cannot be used; nothing was placed because of it."""
 
 
+class LoadError(TaskError):
+    """What the command line was told to load is not there, is something else, or raised when imported.
+
+    In the last case the error that it raised is the cause.
+    """
+
+
 class DataError(InterlockError):
-    """The data cannot be trained on: an empty loader, no data at all."""
+    """The data cannot be trained on: an empty loader, one that is used up, a batch of no known size."""
 
 
 class StaleHandle(InterlockError):
@@ -27,7 +34,7 @@ class StaleHandle(InterlockError):
 
 
 class RunInUse(InterlockError):
-    """A run was driven from two places, from inside one of its own hooks, or started twice."""
+    """A run was driven from two places or from inside one of its own hooks, or its model is in another run."""
 
 
 class NotFinished(InterlockError, TimeoutError):
@@ -120,7 +127,15 @@ class LossError(InterlockError):
 
 
 class NoGradient(LossError):
-    """After the first backward pass a whole parameter group has no gradient."""
+    """After the first backward pass a whole parameter group has no gradient.
+
+    Attributes:
+        parameters: The names of its parameters.
+    """
+
+    def __init__(self, message: str, parameters: Sequence[str] = ()) -> None:
+        self.parameters = tuple(parameters)
+        super().__init__(message)
 
 
 class NonFiniteLoss(LossError):
@@ -134,8 +149,9 @@ class NonFiniteLoss(LossError):
     def __init__(self, step: int, value: float) -> None:
         self.step, self.value = step, value
         super().__init__(
-            f"the loss of step {step} is {value}: training on would destroy the parameters. Look at that "
-            f"batch, lower the learning rate, or pass `nonfinite='ignore'` to go on regardless"
+            f"the loss of step {step} is {value}, and it is the first that is not finite: every update from "
+            "there on spoils the parameters. Look at that step's batch, lower the learning rate, clip the "
+            "gradients, or pass `nonfinite='ignore'` to the engine to go on regardless"
         )
 
 
@@ -162,6 +178,7 @@ __all__ = [
     "HeldSetMismatch",
     "IllegalTransition",
     "InterlockError",
+    "LoadError",
     "LossError",
     "MisplacedState",
     "MissingParameter",

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -109,6 +110,9 @@ _STOP = None
 class Subscription:
     """One observer of one run.
 
+    An observer may have a method `on_end(lost)`: it is called on the same thread once there are no
+    more events, whether or not the last one was `Closed`, with the number of events it lost.
+
     Attributes:
         observer: Called with each event, on a thread of its own, in order.
         capacity: Events that may wait; what comes while it is full is lost and counted.
@@ -122,6 +126,7 @@ class Subscription:
     errors: int = 0
     _queue: queue.Queue[Event | None] = field(init=False, repr=False)
     _thread: threading.Thread = field(init=False, repr=False)
+    _ending: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._queue = queue.Queue(self.capacity)
@@ -138,12 +143,20 @@ class Subscription:
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not _STOP:
-            try:
-                self.observer(event)
-            except Exception as error:
-                self.errors += 1
-                if self.errors == 1:
-                    _complain(f"an observer raised {type(error).__name__}: {error}; the run goes on")
+            self._call(self.observer, event)
+            if self._ending and self._queue.empty():
+                break
+        on_end = getattr(self.observer, "on_end", None)
+        if callable(on_end):
+            self._call(on_end, self.lost)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except Exception as error:
+            self.errors += 1
+            if self.errors == 1:
+                _complain(f"an observer raised {type(error).__name__}: {error}; the run goes on")
 
     def finish(self, seconds: float) -> bool:
         """Let the observer see what is queued, then end its thread.
@@ -152,12 +165,17 @@ class Subscription:
             seconds: How long to wait for it.
 
         Returns:
-            Whether it ended in time; if not, its daemon thread is left behind.
+            Whether it ended in time; if not, its daemon thread is left behind, and ends as soon as
+            the observer lets it.
         """
         end = time.monotonic() + seconds
         try:
             self._queue.put(_STOP, timeout=max(seconds, 0.001))
         except queue.Full:
+            # Full now, or not any more: its thread finds either the flag after an event, or the stop.
+            self._ending = True
+            with suppress(queue.Full):
+                self._queue.put_nowait(_STOP)
             return False
         self._thread.join(max(end - time.monotonic(), 0.001))
         return not self._thread.is_alive()

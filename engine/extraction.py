@@ -114,7 +114,9 @@ class _Reader:
         if last.value is not None:
             parts += self.value(last.value)
         for name in sorted(self.set & self.free):
-            self.refuse(last, f"'{name}' is used before it is surely set")
+            self.refuse(
+                last, f"'{name}' is both set here and needed from outside, or used before it is surely set"
+            )
         return seq(*parts)
 
     def block(self, body: list[ast.stmt]) -> Expression:
@@ -126,7 +128,7 @@ class _Reader:
                 return seq(*self.value(call))
             case ast.Assign([ast.Name(name)], value):
                 events = seq(*self.value(value))
-                self.bind(node, name)
+                self.bind(name)
                 return events
             case ast.Assign([ast.Attribute(ast.Name(at), field)], ast.Constant(bool() as value)) if (
                 at == FLAG and field == FLAG_FIELD
@@ -135,8 +137,7 @@ class _Reader:
                 return seq("update" if value else "updated")
             case ast.For(ast.Name(name), values, body, [], None):
                 before = self.value(values)
-                self.bind(node, name)
-                return seq(*before, Star(self.inner(body)))
+                return seq(*before, Star(self.inner(body, name)))
             case ast.If(test, body, orelse):
                 return seq(*self.value(test), self.branch(body, orelse))
             case ast.Return():
@@ -145,19 +146,22 @@ class _Reader:
                 return self.refuse(node, f"a step program has no such statement ({type(node).__name__})")
 
     def branch(self, body: list[ast.stmt], orelse: list[ast.stmt]) -> Expression:
-        first = self.inner(body)
-        return Alt((first, self.inner(orelse))) if orelse else Opt(first)
+        start = set(self.known)
+        first = self.block(body)
+        after_first, self.known = self.known, start
+        second = self.block(orelse)
+        self.known &= after_first
+        return Alt((first, second)) if orelse else Opt(first)
 
-    def inner(self, body: list[ast.stmt]) -> Expression:
-        """A body that may not run: what it sets is not known afterwards."""
-        before = set(self.known)
+    def inner(self, body: list[ast.stmt], name: str) -> Expression:
+        """A loop's body, which may not run: what it sets is not surely set afterwards."""
+        start = set(self.known)
+        self.bind(name)
         events = self.block(body)
-        self.known = before
+        self.known = start
         return events
 
-    def bind(self, node: ast.stmt, name: str) -> None:
-        if name in self.events or name in self.helpers or name == FLAG:
-            self.refuse(node, f"'{name}' is bound from outside, and must not be set in the step")
+    def bind(self, name: str) -> None:
         self.known.add(name)
         self.set.add(name)
 

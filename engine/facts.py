@@ -2,12 +2,13 @@
 
 Each check compares identities and raises a typed error that names parameters. They are cheap (a
 dictionary look-up per parameter) and run when the optimizer is built, before the first step,
-after each change of phase, and at each report. So an undeclared change in mid-run is found at
-the next of these, not at once.
+after each change of phase during training, at each report, and before the run ends well. So an
+undeclared change in mid-run is found at the next of these, not at once.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,17 +28,28 @@ from .errors import (
     MissingParameter,
     NoGradient,
     NonFiniteLoss,
+    PlacementError,
     ReplacedParameter,
     StaleParameter,
     TaskError,
     UnusedParameterWarning,
 )
 
-_HOW = "build it in the task's `optimizer` function from the model that is passed in"
+_HOW = (
+    "build it in the task's `optimizer` function, from the model that is passed in: "
+    "`optimizer=lambda model: torch.optim.AdamW(model.parameters())`"
+)
 
 
-def holders(optimizers: Sequence[Optimizer]) -> dict[int, tuple[torch.Tensor, str]]:
+def holders(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[int, tuple[torch.Tensor, str]]:
     """id of each parameter an optimizer holds -> (it, where).
+
+    Args:
+        optimizers: As built.
+        names: id -> name of the model's parameters, for the message.
+
+    Returns:
+        Each parameter once.
 
     Raises:
         DuplicateParameter: One stands in two places.
@@ -48,8 +60,11 @@ def holders(optimizers: Sequence[Optimizer]) -> dict[int, tuple[torch.Tensor, st
             for k, parameter in enumerate(group["params"]):
                 where = f"optimizer {i}, group {j}, position {k}"
                 if id(parameter) in found:
+                    name = names.get(id(parameter), where)
                     raise DuplicateParameter(
-                        f"one parameter stands in two places: {found[id(parameter)][1]}, and {where}", [where]
+                        f"the optimizer holds '{name}' twice, and would change it twice an update: at "
+                        f"{found[id(parameter)][1]}, and at {where}. Put each parameter into one group, once",
+                        [name],
                     )
                 found[id(parameter)] = (parameter, where)
     return found
@@ -61,7 +76,7 @@ def check_optimizers(
     originals: Mapping[int, str],
     *,
     when: str,
-    built: bool = False,
+    known: Mapping[int, str] | None = None,
 ) -> None:
     """Every trainable parameter is in exactly one optimizer, and none holds a foreign one.
 
@@ -70,52 +85,73 @@ def check_optimizers(
         optimizers: As built.
         originals: id -> name of the tensors that stood in the model before placement.
         when: For messages: "when the optimizer was built".
-        built: Whether this is the first check, where a frozen parameter is worth a warning.
+        known: id -> name of the model's parameters at the first check; `None` at the first check
+            itself, where a frozen parameter is worth a warning.
 
     Raises:
-        StaleParameter, ForeignParameter, MissingParameter, DuplicateParameter,
-        ReplacedParameter: Naming the parameters.
+        StaleParameter: The optimizer holds what placement has replaced.
+        ReplacedParameter: It holds what was replaced since the first check.
+        ForeignParameter: It holds what never was the model's.
+        MissingParameter: A trainable parameter is in no optimizer.
+        DuplicateParameter: One is there twice.
     """
-    held = holders(optimizers)
     mine = {id(p): name for name, p in model.named_parameters()}
-    trainable = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    held = holders(optimizers, mine)
     foreign = {key: where for key, (_, where) in held.items() if key not in mine}
-    missing = [name for key, name in trainable.items() if key not in held]
-    if foreign and not built:
-        raise ReplacedParameter(
-            f"{when}: the model no longer has the parameter(s) at {_some(foreign.values())}"
-            + (f"; untrained instead: {_some(missing)}" if missing else "")
-            + ". They were replaced in mid-run: change parameters in place, or by declared adoption",
-            missing,
-        )
-    stale = [originals[key] for key in foreign if key in originals]
-    if stale:
-        raise StaleParameter(
-            f"{when}: the optimizer holds {_some(stale)} as they were before placement replaced them; it would "
-            f"train nothing. It was built too early: {_HOW}",
-            stale,
-        )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if foreign:
-        copied = _copied(held, foreign, model)
-        kind = f"copies of {_some(copied)}" if copied else "parameters of something else"
-        raise ForeignParameter(
-            f"{when}: the optimizer holds {kind}, at {_some(foreign.values())}; {_HOW}",
-            copied or list(foreign.values()),
-        )
+        raise _of_foreign(model, held, foreign, originals, known or {}, when)
     if missing:
         raise MissingParameter(
-            f"{when}: no optimizer holds {_some(missing)}, so they would never train; add them to a group, or "
-            "set requires_grad=False on what should not train",
+            f"{when}: no optimizer holds {_some(missing)}, so it would never train. Add it to a group, or set "
+            "requires_grad=False, before the optimizer is built, on what should not train",
             missing,
         )
-    if built:
-        frozen = [mine[key] for key, (p, _) in held.items() if not p.requires_grad]
-        if frozen:
-            warnings.warn(
-                f"the optimizer holds frozen parameters, which it will not change: {_some(frozen)}",
-                FrozenParameterWarning,
-                stacklevel=2,
-            )
+    if known is None:
+        _warn_of_frozen([mine[key] for key, (p, _) in held.items() if not p.requires_grad])
+
+
+def _of_foreign(
+    model: nn.Module,
+    held: Mapping[int, tuple[torch.Tensor, str]],
+    foreign: Mapping[int, str],
+    originals: Mapping[int, str],
+    known: Mapping[int, str],
+    when: str,
+) -> PlacementError:
+    """The error for parameters that an optimizer holds and the model does not have."""
+    stale = [originals[key] for key in foreign if key in originals and key not in known]
+    if stale:
+        return StaleParameter(
+            f"{when}: the optimizer holds {_some(stale)} as before placement, which made new parameters: it "
+            f"would train nothing. It was built too early; {_HOW}",
+            stale,
+        )
+    replaced = [known[key] for key in foreign if key in known]
+    if replaced:
+        return ReplacedParameter(
+            f"{when}: {_some(replaced)} of the model was replaced or removed since the optimizer was built, which "
+            "holds the earlier object: what stands there now would never train. Change a parameter's values "
+            "in place (`with torch.no_grad(): parameter.copy_(...)`); to train other parameters, start a new run",
+            replaced,
+        )
+    copied = _copied(held, foreign, model)
+    what = f"what looks like copies of {_some(copied)}" if copied else "parameters of something else"
+    return ForeignParameter(
+        f"{when}: the optimizer holds {what}, at {_some(foreign.values())}: the model that is trained does not "
+        f"have them; {_HOW}",
+        copied or list(foreign.values()),
+    )
+
+
+def _warn_of_frozen(names: Sequence[str]) -> None:
+    if names:
+        warnings.warn(
+            f"the optimizer holds frozen parameters (requires_grad=False), which it will not change: {_some(names)}. "
+            "Leave them out of its groups, or unfreeze them before it is built",
+            FrozenParameterWarning,
+            stacklevel=2,
+        )
 
 
 def _copied(held: Mapping[int, tuple[torch.Tensor, str]], foreign: Any, model: nn.Module) -> list[str]:
@@ -135,22 +171,78 @@ def _copied(held: Mapping[int, tuple[torch.Tensor, str]], foreign: Any, model: n
 
 
 def as_optimizers(built: Any) -> tuple[Optimizer, ...]:
-    """What an optimizer function returned, as a tuple of one or more optimizers.
+    """What an optimizer function returned, as a tuple of one optimizer.
+
+    Args:
+        built: Anything.
+
+    Returns:
+        One optimizer; a tuple, since the step protocol allows for several.
 
     Raises:
-        TaskError: It is something else.
+        TaskError: It is something else, several, or one whose update needs a closure.
     """
     found = tuple(built) if isinstance(built, (list, tuple)) else (built,)
     bad = [o for o in found if not isinstance(o, Optimizer)]
     if bad or not found:
-        what = type(bad[0]).__name__ if bad else "nothing"
-        raise TaskError(f"the task's optimizer function returned {what}, not a torch.optim.Optimizer")
+        what = "None: is a `return` missing?" if built is None else _kinds(built)
+        raise TaskError(f"the task's optimizer function must return a torch.optim.Optimizer, and returned {what}")
     if len(found) > 1:
         raise TaskError(
-            "the task's optimizer function returned several optimizers; the generated step drives one: put "
-            "their parameters into groups of one optimizer"
+            f"the task's optimizer function returned {_kinds(built)}; the step drives one optimizer: put their "
+            "parameters into groups of one"
+        )
+    needed = required(found[0].step)
+    if needed:
+        raise TaskError(
+            f"{type(found[0]).__name__}.step() needs {', '.join(needed)}: it evaluates the loss several times for "
+            "one update, and the step takes one forward and one backward pass; use another optimizer"
         )
     return found
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """A scheduler moves the learning rate of this very optimizer, and needs nothing to do so.
+
+    Args:
+        scheduler: What the task's scheduler function returned.
+        optimizer: What it was given.
+
+    Raises:
+        TaskError: It is no scheduler, one of another optimizer, or one that needs a metric.
+    """
+    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
+        what = "None: is a `return` missing?" if scheduler is None else type(scheduler).__name__
+        raise TaskError(f"the task's scheduler function must return a learning rate scheduler, and returned {what}")
+    theirs = getattr(scheduler, "optimizer", optimizer)
+    if theirs is not optimizer:
+        raise TaskError(
+            "the scheduler moves the learning rate of another optimizer: build it from the one that the task's "
+            "`scheduler` function is given"
+        )
+    needed = required(scheduler.step)
+    if needed:
+        raise TaskError(
+            f"{type(scheduler).__name__}.step() needs {', '.join(needed)}, which is not known where schedulers "
+            "move; use one that follows the number of steps or epochs"
+        )
+
+
+def required(function: Any) -> list[str]:
+    """The names of the arguments without which a function cannot be called."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
+
+
+def _kinds(built: Any) -> str:
+    """The types of what was returned: `Adam`, `[Adam, SGD]`."""
+    if isinstance(built, (list, tuple)):
+        return f"[{', '.join(type(one).__name__ for one in built)}]"
+    return type(built).__name__
 
 
 def check_state(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
@@ -159,18 +251,28 @@ def check_state(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
     Raises:
         MisplacedState: Naming the parameters.
     """
-    wrong = [
-        names.get(id(parameter), "?") + f" ({key} on {value.device}, the parameter on {parameter.device})"
-        for optimizer in optimizers
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and value.shape == parameter.shape
-        and value.ndim
-        and value.device != parameter.device
-    ]
+    wrong: dict[str, str] = {}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, torch.Tensor) or not isinstance(state, Mapping):
+                continue  # an optimizer's own book-keeping, which is not a parameter's
+            for key, value in state.items():
+                if _misplaced(value, parameter):
+                    name = names.get(id(parameter), "?")
+                    wrong[name] = f"{name} ({key} on {value.device}, the parameter on {parameter.device})"
     if wrong:
-        raise MisplacedState(f"optimizer state stands on the wrong device: {_some(wrong)}", wrong)
+        raise MisplacedState(
+            f"optimizer state stands on another device than its parameter: {_some(wrong.values())}. Load or make "
+            "state after the model is placed",
+            list(wrong),
+        )
+
+
+def _misplaced(value: Any, parameter: torch.Tensor) -> bool:
+    # A number such as `step` may stand on the host; what has the parameter's shape may not.
+    if not isinstance(value, torch.Tensor) or not value.ndim or value.shape != parameter.shape:
+        return False
+    return value.device != parameter.device
 
 
 def check_ties(model: nn.Module, ties: Sequence[frozenset[str]]) -> None:
@@ -185,7 +287,11 @@ def check_ties(model: nn.Module, ties: Sequence[frozenset[str]]) -> None:
     now.update(model.named_buffers(remove_duplicate=False))  # type: ignore[arg-type]
     for group in ties:
         if len({id(now[name]) for name in group if name in now}) > 1:
-            raise BrokenTie(f"tied before, separate now: {_some(sorted(group))}", sorted(group))
+            raise BrokenTie(
+                f"{_some(sorted(group))} were one parameter when the model was placed, and are separate now: each "
+                "would train apart. Keep them tied, or untie them before the run",
+                sorted(group),
+            )
 
 
 def check_loss(loss: Any) -> None:
@@ -195,10 +301,11 @@ def check_loss(loss: Any) -> None:
         LossError, NonFiniteLoss: Saying what it is instead.
     """
     if not isinstance(loss, torch.Tensor):
-        raise LossError(f"the loss must be a tensor, got {type(loss).__name__}: return the loss itself")
+        hint = "is a `return` missing?" if loss is None else "return the tensor itself, not `.item()` of it"
+        raise LossError(f"the loss must be a scalar tensor, and is {type(loss).__name__}: {hint}")
     if loss.numel() != 1 or loss.ndim:
         raise LossError(
-            f"the loss must be a scalar, got shape {list(loss.shape)}: reduce it, with .mean() for instance"
+            f"the loss must be a scalar, and has shape {list(loss.shape)}: reduce it, by `.mean()` for instance"
         )
     if not loss.requires_grad:
         raise LossError(
@@ -234,13 +341,15 @@ def check_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[
             without += empty
             if params and len(empty) == len(params):
                 raise NoGradient(
-                    f"no parameter of optimizer {i}, group {j} received a gradient: {_some(empty)}. The loss is "
-                    "not connected to them: it was computed from something else, or the graph was cut"
+                    f"no parameter of optimizer {i}, group {j} received a gradient in the first backward pass: "
+                    f"{_some(empty)}. The loss is not connected to them: it was computed from something else "
+                    "(another model?), or the graph was cut (`detach`, `no_grad`, `.data`)",
+                    empty,
                 )
     if without:
         warnings.warn(
             f"{len(without)} of {trainable} trainable parameters received no gradient in the first step: "
-            f"{_some(without)}",
+            f"{_some(without)}. If they are not meant to be used, leave them out or freeze them",
             UnusedParameterWarning,
             stacklevel=2,
         )
@@ -249,14 +358,24 @@ def check_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[
 
 def fingerprints(model: nn.Module) -> dict[str, torch.Tensor]:
     """name -> two numbers per trainable parameter that change when its values do (practically)."""
-    found = {}
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.requires_grad and p.numel():
-                flat = p.detach().reshape(-1)
-                norm = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
-                found[name] = torch.stack([flat.sum(dtype=norm.dtype), norm])
-    return found
+        return {
+            name: _fingerprint(p) for name, p in model.named_parameters() if p.requires_grad and p.numel()
+        }
+
+
+def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
+    values = parameter.detach()
+    if values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    # In double precision, or the change of few values among many would drown; not all devices have it.
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    flat = values.reshape(-1)
+    if flat.dtype.itemsize == 1:
+        flat = flat.to(wide)  # eight-bit numbers have no arithmetic
+    return torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)])
 
 
 def changed(before: Mapping[str, torch.Tensor], model: nn.Module) -> tuple[int, int]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 T = TypeVar("T")
+H = TypeVar("H", bound="_Handle")
 
 
 class _Handle:
@@ -45,7 +46,12 @@ class _Handle:
         return self._session.driver.phase
 
     def _check(self, what: str) -> None:
-        if not self._current or self._session.outcome is not None:
+        if self._session.outcome is not None:
+            raise StaleHandle(
+                f"'{what}' on the handle of phase '{self._phase}': the run is closed. A run is single-use; open "
+                "another one with `engine.open(task)`"
+            )
+        if not self._current:
             raise StaleHandle(
                 f"'{what}' on the handle of phase '{self._phase}', which is over: the run is in phase "
                 f"'{self.phase}'. Use the handle that the last call returned"
@@ -57,6 +63,11 @@ class _Handle:
         result = self._session.perform(work)
         self._current = False
         return result
+
+    def _advance(self, what: str, until: str, following: Callable[[Session], H]) -> H:
+        """Go on to a phase, and to its handle."""
+        self._go(what, lambda: self._session.driver.advance(until))
+        return following(self._session)
 
     def _offload(self) -> Outcome:
         self._go("offload", lambda: self._session.driver.fire("offload"))
@@ -71,19 +82,21 @@ class Created(_Handle):
     _phase = "created"
 
     def __enter__(self) -> Created:
+        self._check("with")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session.outcome is None:
-            if error is None and self._session.driver.phase == "training":
-                self._session.perform(lambda: self._session.driver.fire("stop"))
-            self._session.conclude(error)
+        if self._session.outcome is not None:
+            return
+        if error is None and self._session.driver.phase == "training":
+            self._session.perform(lambda: self._session.end("stop"))
+        self._session.conclude(error)
 
     def place(self) -> Placed:
         """Take the device and move the model there."""
-        return self._go("place", lambda: self._session.driver.advance("placed") or Placed(self._session))
+        return self._advance("place", "placed", Placed)
 
     def offload(self) -> Outcome:
         """End the run."""
@@ -110,7 +123,7 @@ class Placed(_Handle):
 
     def optimize(self) -> Ready:
         """Build the optimizer from the placed model, by the task's function, and check it."""
-        return self._go("optimize", lambda: self._session.driver.advance("ready") or Ready(self._session))
+        return self._advance("optimize", "ready", Ready)
 
     def offload(self) -> Outcome:
         """Bring everything home and end the run."""
@@ -126,7 +139,7 @@ class Ready(_Handle):
 
     def train(self) -> Training:
         """Begin to train."""
-        return self._go("train", lambda: self._session.driver.advance("training") or Training(self._session))
+        return self._advance("train", "training", Training)
 
     def offload(self) -> Outcome:
         """Bring everything home and end the run."""
@@ -143,6 +156,12 @@ class Training(_Handle):
     def step(self, batch: Any) -> torch.Tensor:
         """One update from one batch.
 
+        Every `report_every` steps, and before `validate`, `finish` and `stop`, the losses since the
+        last report are read and the facts are checked, as in `fit`.
+
+        Args:
+            batch: As the task's functions take it, on the host.
+
         Returns:
             The loss, detached, on the device.
         """
@@ -150,16 +169,23 @@ class Training(_Handle):
         return self._session.perform(lambda: self._session.step_once(batch))
 
     def validate(self, batches: Iterable[Any]) -> dict[str, float]:
-        """Evaluate on some batches: loss and metrics, averaged over samples."""
+        """Evaluate on some batches, in evaluation mode and without gradients.
+
+        Args:
+            batches: Iterated once.
+
+        Returns:
+            `loss` and the task's metrics, averaged over samples.
+        """
         self._check("validate")
         return self._session.perform(lambda: self._session.validate(batches))
 
     def finish(self) -> Outcome:
         """End the run well: everything comes home."""
-        self._go("finish", lambda: self._session.driver.fire("finish"))
+        self._go("finish", lambda: self._session.end("finish"))
         return self._session.conclude()
 
     def stop(self) -> Outcome:
         """End the run before its work is done, keeping the results."""
-        self._go("stop", lambda: self._session.driver.fire("stop"))
+        self._go("stop", lambda: self._session.end("stop"))
         return self._session.conclude()

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .batches import size
+from .batches import describe, size
 from .driver import Position
-from .errors import Cancelled, DataError, NonFiniteLoss
+from .errors import Cancelled, DataError, NonFiniteLoss, PlacementError, TaskError
 
 Step = Callable[[Any], torch.Tensor]
 
@@ -51,6 +51,7 @@ def train_epoch(
     Raises:
         DataError: There was no batch.
         Cancelled: On request, between two steps.
+        Exception: Whatever the step raised, with a note that describes the batch.
     """
     losses: list[torch.Tensor] = []
     count = begun = position.step
@@ -58,11 +59,15 @@ def train_epoch(
     position.doing, position.since = "loader", time.monotonic()
     for batch in batches:
         position.doing = "step"
-        if first_step is None:
-            losses.append(step(batch))
-        else:
-            losses.append(first_step(batch))
-            first_step = None
+        try:  # costs nothing while nothing is raised
+            if first_step is None:
+                losses.append(step(batch))
+            else:
+                losses.append(first_step(batch))
+                first_step = None
+        except Exception as error:
+            note_batch(error, f"in step {count + 1}", batch)
+            raise
         del batch
         position.step = count = count + 1
         if count >= due:
@@ -77,10 +82,37 @@ def train_epoch(
         position.doing = "loader"
     position.doing = ""
     if count == begun:
-        raise DataError("the training data gave no batch: an empty loader, or an iterator used up before")
+        raise _no_batch("training", batches, position.epoch)
     if losses:
         report(losses)
     return True
+
+
+def note_batch(error: Exception, where: str, batch: Any) -> None:
+    """Note on an error on which batch it struck: its shapes and types, never its values.
+
+    Args:
+        error: Raised by the user's functions, torch or a check.
+        where: Such as "in step 7".
+        batch: As the loader gave it.
+    """
+    if isinstance(error, PlacementError):
+        return  # found at a step, but no matter of its batch
+    try:
+        error.add_note(f"interlock: {where}, on a batch of {describe(batch)}")
+    except Exception as second:
+        error.add_note(f"interlock: {where} (the batch cannot be described: {type(second).__name__})")
+
+
+def _no_batch(kind: str, batches: Any, epoch: int) -> DataError:
+    """The error for data that gave no batch, saying why as far as that can be seen."""
+    told = f"the {kind} data, a {type(batches).__name__}, gave no batch in epoch {epoch + 1}"
+    if iter(batches) is batches:
+        return DataError(
+            f"{told}: it is an iterator, which can be gone through once, and is used up. Pass something that "
+            "starts anew for each epoch: a list, a DataLoader, or an object whose __iter__ is a generator"
+        )
+    return DataError(f"{told}: it is empty. Look at the data set's length, `drop_last` and the sampler")
 
 
 def mean_loss(losses: list[torch.Tensor], first_step: int, check: bool = True) -> float:
@@ -128,27 +160,104 @@ def evaluate(
         Means by name, `loss` among them.
 
     Raises:
-        DataError: There was no batch.
+        DataError: There was no batch, or none with a sample in it.
+        TaskError: A metric is no number, or the size of a batch no count.
         Cancelled: On request.
+        Exception: Whatever the task's functions raised, with a note that describes the batch.
     """
-    totals: dict[str, Any] = {}
-    count = 0
+    means = Means()
+    number = 0
     flags = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        model.eval()
         with torch.no_grad():
             for batch in batches:
                 check_cancel(position)
-                here = move(batch)
-                weight = samples(batch) if samples else size(batch)
-                values = {"loss": loss(here), **(metrics(here) if metrics else {})}
-                for name, value in values.items():
-                    totals[name] = totals.get(name, 0.0) + value * weight
-                count += weight
-                del batch, here, values
+                number += 1
+                try:
+                    here = move(batch)
+                    weight = _weight(samples(batch) if samples else size(batch))
+                    means.add("loss", loss(here), weight)
+                    for name, value in _named(metrics(here) if metrics else {}):
+                        means.add(name, value, weight)
+                except Exception as error:
+                    note_batch(error, f"in validation batch {number}", batch)
+                    raise
+                del batch, here
     finally:
         for module, training in flags:
             module.training = training
-    if not count:
-        raise DataError("the validation data gave no batch: an empty loader, or an iterator used up before")
-    return {name: float(total) / count for name, total in totals.items()}
+    if not number:
+        raise _no_batch("validation", batches, position.epoch)
+    return means.result()
+
+
+def _named(values: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(values, Mapping):
+        raise TaskError(f"metrics must return a dictionary of named scalars, and returned {type(values).__name__}")
+    return values.items()
+
+
+def _weight(number: Any) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise TaskError(f"the number of samples of a batch must be a whole number from 0, and is {number!r}")
+    return number
+
+
+class Means:
+    """Weighted means by name. Values stay on the device, as scalars, until the result is asked for."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[Any]] = {}
+        self._weights: dict[str, list[int]] = {}
+
+    def add(self, name: str, value: Any, weight: int) -> None:
+        """Count a value `weight` times.
+
+        Args:
+            name: Of the mean that it belongs to.
+            value: A number, or a tensor of one element.
+            weight: A value of weight 0 is not looked at: the loss of an empty batch is NaN.
+
+        Raises:
+            TaskError: The value is something else.
+        """
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            value = value.detach().reshape(())
+        elif not isinstance(value, (int, float)):
+            what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TaskError(f"'{name}' must be a number or a scalar tensor in validation, and is {what}")
+        if weight:
+            self._values.setdefault(name, []).append(value)
+            self._weights.setdefault(name, []).append(weight)
+
+    def result(self) -> dict[str, float]:
+        """The means, summed in double precision on the host.
+
+        Raises:
+            DataError: There is none: all batches were without samples.
+        """
+        if not self._values:
+            raise DataError("no batch of the validation data has any sample, by `batch_size` or its first tensor")
+        found = {}
+        for name, values in self._values.items():
+            weights = self._weights[name]
+            products = (float(value) * weight for value, weight in zip(_read(values), weights, strict=True))
+            found[name] = sum_of(products) / sum(weights)
+        return found
+
+
+def _read(values: list[Any]) -> list[Any]:
+    """Scalars as numbers; those on a device are read in one go."""
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return torch.stack(values).tolist()  # type: ignore[no-any-return]
+    return values
+
+
+def sum_of(numbers: Iterable[float]) -> float:
+    """Their sum, rounded once; NaN and infinities as in plain addition."""
+    listed = list(numbers)
+    try:
+        return math.fsum(listed)
+    except (ValueError, OverflowError):  # infinities of both signs; a sum that is too large
+        return sum(listed)

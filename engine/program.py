@@ -317,7 +317,7 @@ def explain(program: StepProgram) -> str:
 
 
 def _ordered(what: str, options: Sequence[Option]) -> list[Option]:
-    """The options in an order that respects `follows`, otherwise as they were given; `sync` comes last."""
+    """The options in an order that respects `follows`, otherwise as they were given."""
     waiting, ordered = list(options), list[Option]()
     while waiting:
         names = {option.name for option in waiting}
@@ -327,7 +327,7 @@ def _ordered(what: str, options: Sequence[Option]) -> list[Option]:
             raise ProgramError(what, [problem])
         waiting.remove(ready)
         ordered.append(ready)
-    return sorted(ordered, key=lambda option: isinstance(option, _Sync))
+    return ordered
 
 
 def _clashes(options: Sequence[Option]) -> list[str]:

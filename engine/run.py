@@ -17,7 +17,7 @@ from .deadline import stack_of
 from .errors import NotFinished, RunInUse
 from .events import Observer, Subscription
 from .outcome import Outcome
-from .session import Session
+from .session import Session, carry_out
 
 EXIT_PATIENCE = 5.0
 """Seconds that a program which ends while runs are going on waits for their clean end."""
@@ -84,7 +84,7 @@ class Run:
         self._worker = threading.get_ident()
         session, self._session = self._session, None
         if session is not None:
-            self._outcome = session.run()
+            self._outcome = carry_out(session)
         del session
         _live.discard(self)
         self._closed.set()

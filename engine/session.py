@@ -10,7 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from interlock.specs import Entry, Lifecycle, Status
 
@@ -18,7 +18,7 @@ from .driver import Driver, Position
 from .errors import Cancelled, DeadlinePassed, InterlockError, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
 from .evidence import Failure, attach, record, unpin
-from .loop import check_cancel, mean_loss, train_epoch
+from .loop import check_cancel, mean_loss, note_batch, train_epoch
 from .options import Options
 from .outcome import Outcome, Residue, StatusName
 from .program import StepProgram
@@ -77,6 +77,8 @@ class Session:
         self._reports: list[Report] = []
         self._metrics: dict[str, float] = {}
         self._notes: list[str] = []
+        self._losses: list[torch.Tensor] = []
+        """Of the steps that a phase handle has taken since the last report."""
         self._busy = False
         self._outside: BaseException | None = None
         stack = ReleaseStack(options.deadline, adapter.copies)
@@ -149,23 +151,44 @@ class Session:
         self._outside = sys.exc_info()[1]
         try:
             with self.adapter.session():
-                return work()
+                result = work()
         except BaseException as error:
             self.conclude(error)
-            raise
-        finally:
             self._busy = False
+            # This frame stays in the error's traceback, for as long as anybody keeps the error.
+            del self, work
+            raise
+        self._busy = False
+        return result
 
     def step_once(self, batch: Any) -> torch.Tensor:
         """One step outside of the engine's loop: the detached loss."""
         step = self._work.first_step() or self._work.step()
-        loss = step(batch)
+        try:
+            loss = step(batch)
+        except Exception as error:
+            note_batch(error, f"in step {self.position.step + 1}", batch)
+            raise
         self.position.step += 1
+        self._losses.append(loss)
+        if len(self._losses) >= self.options.report_every:
+            self._report_losses()
         check_cancel(self.position)
         return loss
 
+    def end(self, event: Literal["finish", "stop"]) -> None:
+        """End training from outside of the engine's loop, after a last look at what was trained."""
+        self._report_losses()
+        self.driver.fire(event)
+
+    def _report_losses(self) -> None:
+        losses, self._losses = self._losses, []
+        self._report(losses)
+
     def validate(self, batches: Any) -> dict[str, float]:
         """Evaluate in mid-run; the metrics are reported with the prefix `val_`."""
+        if self._losses:
+            self._report_losses()
         self._work.batches = batches
         self.driver.do("validate")
         metrics = self._work.validation
@@ -269,14 +292,13 @@ class Session:
         self.driver.detach()
         self._work.let_go()
         self._data = None
+        self._losses = []
         self._error = self._outside = None
 
     # -- what is told -----------------------------------------------------------------------------
 
     def _announce(self, entry: Entry) -> None:
         """Tell of a transition; back in training, observe that the optimizer still holds what trains."""
-        if entry.phase in ("training", "checkpointing") and entry.event != "train":
-            self._work.check(f"after '{entry.event}'")
         statuses = zip(self.driver.spec.resources, entry.config.statuses, strict=True)
         held = tuple(name for name, status in statuses if status is not Status.ABSENT)
         at = entry.at - self._begun
@@ -284,6 +306,9 @@ class Session:
         self.bus.publish(
             PhaseChanged(number, entry.event, entry.source, entry.phase, held, entry.ended, at)
         )
+        # Last: a transition whose check fails was taken all the same, and is told of.
+        if entry.phase in ("training", "checkpointing") and entry.event != "train":
+            self._work.check(f"after '{entry.event}'")
 
     def _say(self, text: str) -> None:
         self._notes.append(text)
@@ -302,6 +327,19 @@ class Session:
         report = Report(self.position.step, self.position.epoch, metrics, seconds)
         self._reports.append(report)
         self.bus.publish(report)
+
+
+def carry_out(session: Session) -> Outcome:
+    """Carry a session out, and then clear its own frames too from the traceback of its error.
+
+    While the session ran they were executing, and could not be cleared; they would keep the whole
+    session for as long as anybody keeps the error.
+    """
+    outside = sys.exc_info()[1]
+    outcome = session.run()
+    if outcome.error is not None and not session.options.keep_frames:
+        unpin(outcome.error, outside)
+    return outcome
 
 
 def _is_interruption(error: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -73,28 +73,44 @@ class Task:
     name: str = "task"
 
     def __post_init__(self) -> None:
-        problems = []
-        if not callable(self.model):
-            problems.append(f"model must be an nn.Module or build one, got {type(self.model).__name__}")
-        if hasattr(self.optimizer, "param_groups"):
-            problems.append(
-                "optimizer is an optimizer already, built from parameters that placement may replace: pass "
-                "a function that builds it, as in `optimizer=lambda m: torch.optim.AdamW(m.parameters())`"
-            )
-        for field in ("optimizer", "loss", "metrics", "scheduler", "data", "batch_size"):
-            value = getattr(self, field)
-            if not callable(value) and not (value is None and field != "optimizer"):
-                if not (field == "optimizer" and hasattr(value, "param_groups")):
-                    problems.append(f"{field} must be a function, got {type(value).__name__}")
-        if self.scheduler_every not in ("step", "epoch"):
-            problems.append(f"scheduler_every must be 'step' or 'epoch', got {self.scheduler_every!r}")
-        if not isinstance(self.epochs, int) or isinstance(self.epochs, bool) or self.epochs < 1:
-            problems.append(f"epochs must be a whole number of at least 1, got {self.epochs!r}")
+        problems = [*self._wrong_functions(), *self._wrong_settings()]
         if problems:
-            raise TaskError(f"task '{self.name}': " + "; ".join(problems))
+            raise TaskError(f"task '{self.name}' cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
+
+    def _wrong_functions(self) -> Iterator[str]:
+        if not callable(self.model):
+            yield f"model is {_kind(self.model)}: pass an nn.Module, or a function that builds one"
+        if hasattr(self.optimizer, "param_groups"):
+            yield (
+                f"optimizer is {_kind(self.optimizer)}, built already, from parameters that placement may replace: "
+                "pass a function that builds it, as `optimizer=lambda model: torch.optim.AdamW(model.parameters())`"
+            )
+        elif isinstance(self.optimizer, type) and hasattr(self.optimizer, "add_param_group"):
+            yield (
+                f"optimizer is the class {self.optimizer.__name__}, which takes parameters and not a model: pass "
+                f"`optimizer=lambda model: {self.optimizer.__name__}(model.parameters())`"
+            )
+        elif not callable(self.optimizer):
+            yield f"optimizer is {_kind(self.optimizer)}: pass a function from the placed model to an optimizer"
+        for field, does in _FUNCTIONS.items():
+            value = getattr(self, field)
+            if value is not None and not callable(value):
+                yield f"{field} is {_kind(value)}: pass a function from {does}, or leave it out"
+
+    def _wrong_settings(self) -> Iterator[str]:
+        if self.scheduler_every not in ("step", "epoch"):
+            yield f"scheduler_every is {self.scheduler_every!r}: pass 'step' or 'epoch'"
+        if not isinstance(self.epochs, int) or isinstance(self.epochs, bool) or self.epochs < 1:
+            yield f"epochs is {self.epochs!r}: pass a whole number of at least 1"
+        if not isinstance(self.name, str):
+            yield f"name is {_kind(self.name)}: pass a string"
 
     def load(self) -> Data:
         """Call `data` and give its result the shape of `Data`.
+
+        Returns:
+            What `data` returned if it is a `Data`; of a pair, training and validation; anything else
+            that can be iterated is training data.
 
         Raises:
             TaskError: There is no `data`, or it returned nothing that can be iterated.
@@ -105,10 +121,33 @@ class Task:
                 "that returns them"
             )
         loaded = self.data()
-        if isinstance(loaded, Data):
-            return loaded
-        if isinstance(loaded, tuple) and len(loaded) == 2:
-            return Data(*loaded)
-        if not isinstance(loaded, Iterable):
-            raise TaskError(f"data() of task '{self.name}' returned {type(loaded).__name__}, not batches")
-        return Data(loaded)
+        if not isinstance(loaded, Data):
+            pair = isinstance(loaded, tuple) and len(loaded) == 2
+            loaded = Data(*loaded) if pair else Data(loaded)
+        for part, batches in zip(loaded._fields, loaded, strict=True):
+            if not is_batches(batches) and not (part == "validate" and batches is None):
+                hint = ": is a `return` missing?" if batches is None else ""
+                raise TaskError(
+                    f"data() of task '{self.name}' must return batches, or (training, validation) batches; its "
+                    f"{part} part is {_kind(batches)}, which cannot be iterated{hint}"
+                )
+        return loaded
+
+
+_FUNCTIONS = {
+    "loss": "model and batch to a scalar tensor",
+    "metrics": "model and batch to named scalars",
+    "scheduler": "the optimizer to a learning rate scheduler",
+    "data": "nothing to batches",
+    "batch_size": "a batch to its number of samples",
+}
+
+
+def is_batches(value: Any) -> bool:
+    """Whether something can be iterated: also what has only `__getitem__`, as sequences of old had."""
+    return isinstance(value, Iterable) or hasattr(value, "__getitem__")
+
+
+def _kind(value: Any) -> str:
+    """What something is, for a message: `None`, `a Tensor`."""
+    return "None" if value is None else f"a {type(value).__name__}"

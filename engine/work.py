@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from interlock.backends.adapter import Adapter
 
 from . import facts
-from .batches import convert, describe
+from .batches import convert
 from .deadline import bounded
 from .driver import Position
 from .errors import TaskError
@@ -71,6 +71,8 @@ class Work:
         self._stack = stack
         self._say = say
         self._registry: Registry | None = None
+        self._known: dict[int, str] | None = None
+        """id -> name of the parameters when the optimizer was built."""
         self._step: Step | None = None
         self._first: Step | None = None
 
@@ -157,10 +159,12 @@ class Work:
         model, registry = self.placed()
         self.optimizers = facts.as_optimizers(self._task.optimizer(model))
         registry.optimizers = list(self.optimizers)
-        self.check("when the optimizer was built", built=True)
+        self.check("when the optimizer was built")
         (optimizer,) = self.optimizers
+        self._known = {id(p): name for name, p in model.named_parameters()}
         if self._task.scheduler is not None:
             self.scheduler = self._task.scheduler(optimizer)
+            facts.check_scheduler(self.scheduler, optimizer)
         self._step, self._first = self._bind(model, optimizer)
 
     def _validate(self) -> None:
@@ -206,15 +210,19 @@ class Work:
             raise TaskError("there is no placed model yet")
         return self.model, self._registry
 
-    def check(self, when: str, built: bool = False) -> None:
+    def check(self, when: str) -> None:
         """Observe that the optimizer holds what trains, its state stands right, and ties are ties.
+
+        Args:
+            when: For messages.
 
         Raises:
             PlacementError: Naming parameters.
         """
         model, registry = self.placed()
         if self.optimizers:
-            facts.check_optimizers(model, self.optimizers, registry.original_names(), when=when, built=built)
+            names = registry.original_names()
+            facts.check_optimizers(model, self.optimizers, names, when=when, known=self._known)
             facts.check_state(self.optimizers, {id(p): name for name, p in model.named_parameters()})
         facts.check_ties(model, registry.ties)
 
@@ -257,11 +265,7 @@ class Work:
             bindings["schedule"] = self.scheduler.step
 
         def checked_forward(batch: Any) -> torch.Tensor:
-            try:
-                loss: torch.Tensor = forward(batch)
-            except Exception as error:
-                error.add_note(f"interlock: in the first forward pass, on a batch of {describe(batch)}")
-                raise
+            loss: torch.Tensor = forward(batch)
             facts.check_loss(loss)
             if self._options.nonfinite == "error":
                 facts.check_finite(loss, self._position.step + 1)

@@ -10,7 +10,7 @@ from .errors import IllegalTransition, InterlockError, SpecError, UnknownName
 from .lifecycles import INFERENCE, SPECS, TRAINING
 from .machine import Entry, Lifecycle, Slot, lifecycle, machine_for, read_back
 from .model import Automaton, Effect, Guard, Kind, Phase, Spec, Status, Transition, Verb
-from .properties import Atom, Pattern, Property, does, into, on
+from .properties import Atom, Pattern, Property, Scope, does, into, on
 from .semantics import Config, Rule
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Report",
     "Result",
     "Rule",
+    "Scope",
     "Slot",
     "Spec",
     "SpecError",

@@ -169,6 +169,7 @@ class Graph:
         self._kind = [kinds.setdefault((id(e.rule), e.outcome.changes), len(kinds)) for e in self.edges]
         samples = dict(zip(reversed(self._kind), reversed(self.edges), strict=True))
         self._samples = [samples[kind] for kind in range(len(kinds))]
+        self._index = _index(self._samples)
         self._marks: dict[tuple[Atom, bool], list[bool]] = {}
         self.unsound = [number for number, edge in enumerate(self.edges) if edge.outcome.unsound]
 
@@ -182,8 +183,13 @@ class Graph:
         """
         found = self._marks.get((atom, tried))
         if found is None:
-            matches = [_matches(atom, edge, tried) for edge in self._samples]
-            found = self._marks[atom, tried] = [matches[kind] for kind in self._kind]
+            keys = (
+                *(("event", event) for event in atom.events),
+                *(("enters", phase) for phase in atom.enters),
+                *(("tried" if tried else "done", *effect) for effect in atom.effects),
+            )
+            kinds = frozenset().union(*(self._index.get(key, ()) for key in keys))
+            found = self._marks[atom, tried] = [kind in kinds for kind in self._kind]
         return found
 
     def search(self, goal: Goal, observe: Observe | None = None) -> tuple[Edge, ...]:
@@ -217,8 +223,8 @@ class Graph:
 
     def with_wish(self, wish: str) -> set[int]:
         """The configurations of runs that have one wish and no other."""
-        usable = [edge.rule.transition.wish in ("", wish) for edge in self.edges]
-        return self.onward([0], usable)
+        kinds = [sample.rule.transition.wish in ("", wish) for sample in self._samples]
+        return self.onward([0], [kinds[kind] for kind in self._kind])
 
     def onward(self, roots: Iterable[int], usable: Sequence[bool] = ()) -> set[int]:
         """The configurations reached from `roots` (themselves among them) by usable edges, or by any."""
@@ -241,12 +247,19 @@ Goal = Callable[[int, int], bool]
 Observe = Callable[[int, int], int]
 
 
-def _matches(atom: Atom, edge: Edge, tried: bool) -> bool:
-    t = edge.rule.transition
-    if t.event in atom.events or t.dest in atom.enters:
-        return True
-    done = ((e.verb, e.resource) for _, e in edge.rule.effects) if tried else iter(edge.outcome.changes)
-    return any(v == verb and name in (EVERY, resource) for v, resource in done for verb, name in atom.effects)
+def _index(samples: Sequence[Edge]) -> dict[tuple[str, ...], set[int]]:
+    """What an atom may ask for -> the numbers of the samples that match."""
+    found: dict[tuple[str, ...], set[int]] = {}
+    for number, edge in enumerate(samples):
+        t = edge.rule.transition
+        tried = ((e.verb, e.resource) for _, e in edge.rule.effects)
+        keys: list[tuple[str, ...]] = [("event", t.event), ("enters", t.dest)]
+        for word, deeds in (("tried", tried), ("done", edge.outcome.changes)):
+            for verb, resource in deeds:
+                keys += [(word, verb, resource), (word, verb, EVERY)]
+        for key in keys:
+            found.setdefault(key, set()).add(number)
+    return found
 
 
 _FAULTS = frozenset({"fail", "interrupt", "lose", "peer_fail", "abandon"})
@@ -320,14 +333,17 @@ def _reachable(graph: Graph, prop: Property) -> _Finding:
 
 def _never_chosen(graph: Graph) -> list[str]:
     """The entries of the table that no run chooses which has their wish and no other."""
-    due = {(phase, event) for phase, events in graph.spec.table.items() for event in events}
-    for wish in dict.fromkeys(graph.rules[phase][event].transition.wish for phase, event in sorted(due)):
+    rows = {
+        phase: [(event, graph.rules[phase][event]) for event in events]
+        for phase, events in graph.spec.table.items()
+    }
+    due = {(phase, event) for phase, row in rows.items() for event, _ in row}
+    for wish in dict.fromkeys(rule.transition.wish for row in rows.values() for _, rule in row):
+        mine = {phase: [e for e in row if e[1].transition.wish in ("", wish)] for phase, row in rows.items()}
         for number in graph.with_wish(wish):
             config = graph.configs[number]
-            row = graph.rules[config.phase]
-            events = (e for e in graph.spec.table.get(config.phase, ()) if row[e].transition.wish in ("", wish))
-            event = next((e for e in events if row[e].allowed(config)), "")
-            due.discard((config.phase, event))
+            chosen = next((e for e, rule in mine.get(config.phase, ()) if rule.allowed(config)), "")
+            due.discard((config.phase, chosen))
     return [str(graph.rules[phase][event].transition) for phase, event in sorted(due)]
 
 
@@ -353,6 +369,15 @@ def _closable(graph: Graph, prop: Property) -> _Finding:
                 can.add(number)
                 todo.append(number)
     return _where(graph, lambda number: number not in can, f"'{graph.spec.terminal}' cannot be reached without a fault from")
+
+
+def _one_way(graph: Graph, prop: Property) -> _Finding:
+    out, back = _kinds(graph, Kind.EXIT), _kinds(graph, Kind.STABLE, Kind.WORK)
+    trace = graph.search(
+        lambda edge, bits: bool(bits) and back(graph.dest[edge]),
+        lambda edge, bits: bits or int(out(graph.dest[edge])),
+    )
+    return trace, f"back in '{trace[-1].dest.phase}' from the way out" if trace else "", ""
 
 
 def _table_total(graph: Graph, prop: Property) -> _Finding:
@@ -388,6 +413,13 @@ def _on_device(graph: Graph) -> Callable[[int], bool]:
     return lambda number: live(number) and graph.configs[number].statuses[device] in REACHABLE
 
 
+def _running(graph: Graph) -> Callable[[int], bool]:
+    left = _kinds(graph, Kind.EXIT)
+    before = graph.onward([0], [not left(there) for there in graph.dest])
+    live = _kinds(graph, *_LIVE)
+    return lambda number: number in before and live(number)
+
+
 def _leaving(graph: Graph) -> Callable[[int], bool]:
     left, flying = _kinds(graph, Kind.EXIT), _kinds(graph, Kind.FLIGHT)
     after = graph.onward([number for number in range(len(graph.configs)) if left(number)])
@@ -399,6 +431,7 @@ _SCOPES: dict[Scope, Callable[[Graph], Callable[[int], bool]]] = {
     Scope.LIVE: lambda graph: _kinds(graph, *_LIVE),
     Scope.ON_DEVICE: _on_device,
     Scope.RESTING: lambda graph: _kinds(graph, Kind.STABLE, Kind.WORK),
+    Scope.RUNNING: _running,
     Scope.LEAVING: _leaving,
 }
 
@@ -543,6 +576,7 @@ _DECIDERS: dict[Pattern, Callable[[Graph, Property], _Finding]] = {
     Pattern.REACHABLE: _reachable,
     Pattern.NO_DEAD_END: _no_dead_end,
     Pattern.CLOSABLE: _closable,
+    Pattern.ONE_WAY: _one_way,
     Pattern.TABLE_TOTAL: _table_total,
     Pattern.UNIVERSALITY: _universality,
     Pattern.ABSENCE: _absence,

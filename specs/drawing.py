@@ -41,12 +41,13 @@ _BOX = {
     Kind.EXIT: ('["', '"]'),
     Kind.TERMINAL: ('[["', '"]]'),
 }
+# The dashed one comes last: Graphviz dashes the filling of the cell after it.
 _LEGEND = {
     Kind.STABLE: "at rest",
     Kind.WORK: "at work",
-    Kind.FLIGHT: "in flight",
     Kind.EXIT: "way out",
     Kind.TERMINAL: "end",
+    Kind.FLIGHT: "in flight",
 }
 
 

@@ -34,6 +34,8 @@ KINDS = ("transition", "report", "note", "outcome")
 
 CLEAN, ABANDONED = "clean", "abandoned"
 
+_LONGEST = 1e12  # seconds; what is longer is a number that float does not hold, or no time
+
 
 # Writing
 
@@ -211,7 +213,7 @@ def _object(name: str, number: int, raw: bytes) -> dict[str, Any]:
         data = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise JournalError(name, number, "it is not text (UTF-8)") from error
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise JournalError(name, number, f"it is not JSON: {_excerpt(raw)}") from error
     if not isinstance(data, dict):
         raise JournalError(name, number, f"it is not a JSON object: {_excerpt(raw)}")
@@ -247,7 +249,7 @@ def _step(name: str, number: int, data: dict[str, Any]) -> Step:
     n, t, held, ended = (data.get(key) for key in ("n", "t", "held", "ended"))
     wrong = [key for key in ("event", "source", "phase") if not isinstance(data.get(key), str)]
     wrong += [] if type(n) is int else ["n"]
-    wrong += [] if type(t) in (int, float) and math.isfinite(t) and t >= 0 else ["t"]
+    wrong += [] if isinstance(t, (int, float)) and not isinstance(t, bool) and 0 <= t < _LONGEST else ["t"]
     wrong += [] if texts(held) else ["held"]
     pairs = isinstance(ended, list) and all(texts(end) and len(end) == 2 for end in ended)
     wrong += [] if pairs else ["ended"]

@@ -386,18 +386,25 @@ _TRAINING_TRANSITIONS = (
     *release_flight("drop", "dropping", "dropped", OPTIMIZER),
 )
 
+_BEGIN_MOVES = {
+    ("fresh", "restore"): "restored",
+    ("fresh", "compile"): "compiled",
+    ("restored", "compile"): "prepared",
+    ("compiled", "restore"): "prepared",
+}
+_BEGIN_STATES = ("fresh", "restored", "compiled", "prepared", "over")
 _ORDER_OF_BEGINNING = Automaton(
     "prologue",
     "fresh",
     {
-        ("fresh", "restore"): "restored",
-        ("fresh", "compile"): "compiled",
-        ("fresh", "train"): "begun",
-        ("restored", "compile"): "prepared",
-        ("restored", "train"): "begun",
-        ("compiled", "restore"): "prepared",
-        ("compiled", "train"): "begun",
-        ("prepared", "train"): "begun",
+        **_BEGIN_MOVES,
+        **{(state, "train"): "over" for state in _BEGIN_STATES[:-1]},
+        # What was prepared does not matter any more once the run ends: fewer configurations to explore.
+        **{
+            (state, event): "over"
+            for state in _BEGIN_STATES
+            for event in ("offload", "stop", "fail", "interrupt", "lose")
+        },
     },
     doc="restore at most once and compile at most once, before training",
 )

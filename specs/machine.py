@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from .errors import IllegalTransition, UnknownName
 from .model import Kind, Spec, Status
@@ -58,7 +58,8 @@ class Gate:
         self.rule = rule
 
     def __call__(self, data: EventData) -> bool:
-        slot: Slot = data.model
+        """Asked by `transitions` with the slot as model."""
+        slot = cast("Slot", data.model)
         return self.rule.allowed(slot.history[-1].config)
 
 
@@ -71,7 +72,8 @@ class Commit:
         self.rule = rule
 
     def __call__(self, data: EventData) -> None:
-        slot: Slot = data.model
+        """Called by `transitions` when the gate let the event pass."""
+        slot = cast("Slot", data.model)
         last = slot.history[-1]
         outcome = self.rule.advance(last.config)
         slot.pending = Entry(

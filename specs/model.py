@@ -381,5 +381,4 @@ def _problems(spec: Spec) -> list[str]:
 
 
 def _twice(items: list[Any]) -> set[Any]:
-    seen: set[Any] = set()
-    return {item for item in items if item in seen or seen.add(item)}
+    return {item for item in items if items.count(item) > 1}

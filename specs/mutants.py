@@ -152,28 +152,30 @@ def _table(spec: Spec, phase: str, row: tuple[str, ...]) -> Iterator[_Change]:
 
 
 def _automaton(spec: Spec, automaton: Automaton) -> Iterator[_Change]:
-    others = tuple(a for a in spec.automata if a is not automaton)
-    yield automaton.name, "drop automaton", "", {"automata": others}
+    number = spec.automata.index(automaton)
+    before, after = spec.automata[:number], spec.automata[number + 1 :]
+    yield automaton.name, "drop automaton", "", {"automata": before + after}
     moves = dict(automaton.moves)
     states = dict.fromkeys((automaton.initial, *moves.values()))
     for state, event in sorted(moves):
         fewer = {pair: dest for pair, dest in moves.items() if pair != (state, event)}
         name = f"{automaton.name} in {state} refuses {event}"
-        yield name, "drop move", "", {"automata": (*others, replace(automaton, moves=fewer))}
+        yield name, "drop move", "", {"automata": (*before, replace(automaton, moves=fewer), *after)}
     for state in states:
         for event in sorted(automaton.alphabet):
             if (state, event) not in moves:
-                more = {**moves, (state, event): state}
+                usual = next(dest for (_, e), dest in moves.items() if e == event)
+                more = {**moves, (state, event): usual}
                 name = f"{automaton.name} in {state} accepts {event}"
-                yield name, "add move", "", {"automata": (*others, replace(automaton, moves=more))}
+                yield name, "add move", "", {"automata": (*before, replace(automaton, moves=more), *after)}
 
 
 def _elsewhere(spec: Spec, t: Transition) -> Iterator[str]:
-    """Other destinations: back, the beginning, the end, where the work is done, the next phase."""
+    """Other destinations: back, the end, where the work is done, the next phase."""
     names = [phase.name for phase in spec.phases]
     work = next((phase.name for phase in spec.phases if phase.kind is Kind.WORK), spec.initial)
     following = names[(names.index(t.dest) + 1) % len(names)]
-    chosen = dict.fromkeys((t.source, spec.initial, spec.terminal, work, following))
+    chosen = dict.fromkeys((t.source, spec.terminal, work, following))
     yield from (name for name in chosen if name != t.dest)
 
 
@@ -181,8 +183,14 @@ def _added(spec: Spec, base: Spec | None, edge: WrongEdge) -> Iterator[_Change]:
     first = edge.transitions[0]
     if not _fits(spec, edge) or (base and _fits(base, edge)):
         return
+    table = dict(spec.table)
+    exits = {phase.name for phase in spec.phases if phase.kind is Kind.EXIT}
+    new = [replace(t, wish="extra") if t.source in exits else t for t in edge.transitions]
+    for t in new:
+        if t.wish:  # only the table leads on from an exit phase
+            table[t.source] = (t.event, *table[t.source])
     phases = (*spec.phases[:-1], *edge.phases, *spec.phases[-1:])
-    change = {"phases": phases, "transitions": spec.transitions + edge.transitions}
+    change = {"phases": phases, "transitions": (*spec.transitions, *new), "table": table}
     yield f"{first}, {edge.why}", "add wrong edge", edge.why, change
 
 

@@ -113,6 +113,7 @@ class Picture:
         arrows: Those between phases first, then those from notes.
         star: The faults that a star stands for.
         hubs: round-trip phase -> the phase that it belongs to.
+        taken: (source, event, dest) -> how often the run took it.
         visited: The phases that the run has been in.
         now: The phase that it is in, or the empty string.
     """
@@ -122,6 +123,7 @@ class Picture:
     arrows: tuple[Arrow, ...]
     star: tuple[str, ...]
     hubs: Mapping[str, str]
+    taken: Mapping[Step, int]
     visited: frozenset[str]
     now: str
 
@@ -191,6 +193,7 @@ def picture(spec: Spec, path: Iterable[Step] = ()) -> Picture:
         arrows=tuple(arrows),
         star=star,
         hubs=_hubs(spec, plain, {dest for by_dest in folded.values() for dest in by_dest}),
+        taken=taken,
         visited=frozenset(phase for source, _, dest in steps for phase in (source, dest)),
         now=steps[-1][2] if steps else "",
     )

@@ -17,8 +17,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .model import EVERY, Automaton, Guard, Kind, Spec, Status, Transition, Verb
-from .properties import NOTHING, Atom, Pattern, Property, does
+from .model import EVERY, Automaton, Effect, Guard, Kind, Spec, Status, Transition, Verb
+from .properties import NOTHING, Atom, Pattern, Property, Scope, does
 
 _FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
 _HELD = "({r} != ABSENT && {r} != LOST)"
@@ -53,6 +53,8 @@ _NOT_LTL = {
     Pattern.REACHABLE: "LTL speaks of all paths, this of some path; see which transitions are printed",
     Pattern.CLOSABLE: "branching time (AG EF); search backwards through the transitions that are printed",
 }
+_TRIED = (Pattern.ABSENCE, Pattern.PRECEDENCE, Pattern.BOUNDED_EXISTENCE)
+"""Here an effect counts even if it met a status in which it does nothing."""
 _WORD = 30
 """Labels in one integer."""
 
@@ -106,7 +108,10 @@ class _Writer:
         self.automata = _names("m", (a.name for a in spec.automata))
         self.properties = _names("p", (p.name for p in spec.properties))
         found = dict.fromkeys(a for p in spec.properties for a in _atoms(p))
-        self.atoms = {atom: f"a{number}" for number, atom in enumerate(found)}
+        self.atoms = {key: f"a{number}" for number, key in enumerate(found)}
+        self.leaving = any(
+            p.scope in (Scope.RUNNING, Scope.LEAVING) or p.pattern is Pattern.ONE_WAY for p in spec.properties
+        )
         self.unsound = self._of(Pattern.SOUND, "u")
         self.deaf = self._of(Pattern.UNIVERSALITY, "deaf")
         self.labels = [*self.atoms.values(), *self.unsound.values()]
@@ -146,12 +151,14 @@ class _Writer:
             yield f"byte {self.automata[a.name]} = {states[a.initial]};"
         yield "bit tick; /* changes with each step */"
         yield "int " + ", ".join(f"did{word}" for word in self.words) + "; /* the labels of the last step */"
-        meaning = {name: f"it {atom}" for atom, name in self.atoms.items()}
+        meaning = {name: f"{'tries' if tried else 'it'} {atom}" for (atom, tried), name in self.atoms.items()}
         for number, name in enumerate(self.labels):
             word, bit = divmod(number, _WORD)
             yield f"#define {name} ((did{word} & {1 << bit}) != 0) /* {meaning.get(name, 'illegally')} */"
         for name in ("stuck", "unanswered", *self.deaf.values()):
             yield f"bit {name};"
+        if self.leaving:
+            yield "bit leaving; /* an exit phase has been entered */"
         yield "int chosen; /* the entries of the table that may be chosen, as bits */"
         yield "inline clear() { " + "".join(f"did{word} = 0; " for word in self.words) + "tick = 1 - tick }"
         config = ["phase", *self.resources.values(), *self.automata.values()]
@@ -165,13 +172,12 @@ class _Writer:
         """A transition as one indivisible option of the loop: guards, labels, effects, moves."""
         yield f"  :: d_step {{ /* {t} */ phase == {self.phases[t.source]} && {self._enabled(t)} ->"
         yield f"       before({number}); clear();"
-        for atom, label in self.atoms.items():
-            if t.event in atom.events or t.dest in atom.enters:
+        for (atom, tried), label in self.atoms.items():
+            attempt = tried and any(_speaks(atom, e.verb, name) for e, name in self._effects(t))
+            if attempt or t.event in atom.events or t.dest in atom.enters:
                 yield f"       {self._mark(label, 'true')} /* {atom} */"
-        for effect in t.declared:
-            for name, r in self.resources.items():
-                if effect.resource in (EVERY, name):
-                    yield f"       {' '.join(self._effect(effect.verb, name, r))} /* {effect.verb} {name} */"
+        for effect, name in self._effects(t):
+            yield f"       {' '.join(self._effect(effect.verb, name))} /* {effect.verb} {name} */"
         for automaton in self.spec.automata:
             moves = {s: d for (s, e), d in automaton.moves.items() if e == t.event}
             if moves:
@@ -179,18 +185,25 @@ class _Writer:
         here = self.phases[t.dest]
         yield f"       phase = {here}; at_{here}(); after() }}"
 
+    def _effects(self, t: Transition) -> Iterator[tuple[Effect, str]]:
+        for effect in t.declared:
+            yield from ((effect, name) for name in self.resources if effect.resource in (EVERY, name))
+
     def _mark(self, label: str, when: str) -> str:
         word, bit = divmod(self.labels.index(label), _WORD)
         return f"did{word} = did{word} | ({when} -> {1 << bit} : 0);"
 
-    def _effect(self, verb: Verb, name: str, r: str) -> Iterator[str]:
+    def _effect(self, verb: Verb, name: str) -> Iterator[str]:
+        r = self.resources[name]
         sound = _SOUND[verb].format(r=r)
         for prop in self.spec.properties:
             if prop.pattern is Pattern.SOUND and _speaks(prop.what, verb, name):
                 yield self._mark(self.unsound[prop.name], f"!{sound}")
         # Giving up what is not held does nothing, so it is not an event of the resource.
         done = f"({r} != ABSENT)" if verb is Verb.ABANDONS else sound
-        yield from (self._mark(label, done) for atom, label in self.atoms.items() if _speaks(atom, verb, name))
+        for (atom, tried), label in self.atoms.items():
+            if not tried and _speaks(atom, verb, name):
+                yield self._mark(label, done)
         if verb in _AFTER:
             yield f"{r} = {_AFTER[verb].format(r=r)};"
 
@@ -228,9 +241,11 @@ class _Writer:
         row = [t for e in self.spec.table.get(phase, ()) for t in leaving if t.event == e]
         yield f"  unanswered = {f'!({self._any(t for t in row if not t.wish)})' if row else '0'};"
         chosen = " | ".join(f"({self._choice(row, n)} -> {1 << n} : 0)" for n, _ in enumerate(row))
-        deaf = [f"{self.deaf[p.name]} = {self._deafness(p, phase, leaving)};" for p in self.spec.properties
-                if p.name in self.deaf]
-        yield from (f"  {line}" for line in deaf)
+        if self.leaving and self.spec.phase[phase].kind is Kind.EXIT:
+            yield "  leaving = 1;"
+        for prop in self.spec.properties:
+            if prop.name in self.deaf:
+                yield f"  {self.deaf[prop.name]} = {self._deafness(prop, phase, leaving)};"
         yield f"  chosen = {chosen or '0'} }}"
 
     def _any(self, transitions: Iterable[Transition]) -> str:
@@ -242,13 +257,18 @@ class _Writer:
         return f"(({self._enabled(row[n])}) && !({self._any(before)}))"
 
     def _deafness(self, prop: Property, phase: str, leaving: list[Transition]) -> str:
-        if self.spec.phase[phase].kind in (Kind.EXIT, Kind.TERMINAL):
-            return "0"
         heard = [t for t in leaving if t.event in prop.what.events or t.dest in prop.what.enters]
+        kind = self.spec.phase[phase].kind
         due = "true"
-        if prop.what.events == ("lose",):
+        if kind in (Kind.EXIT, Kind.TERMINAL) or (kind is not Kind.FLIGHT and prop.scope is Scope.LEAVING):
+            due = "false"
+        elif prop.scope is Scope.ON_DEVICE:
             device = self.resources.get("device")
             due = _HELD.format(r=device) if device else "false"
+        elif prop.scope in (Scope.RUNNING, Scope.LEAVING):
+            due = "leaving" if prop.scope is Scope.LEAVING else "!leaving"
+        elif prop.scope is Scope.RESTING and kind is Kind.FLIGHT:
+            due = "false"
         return f"({due} && !({self._any(heard)}))"
 
     def claims(self) -> Iterator[Claim]:
@@ -261,8 +281,9 @@ class _Writer:
 
     def _formula(self, prop: Property) -> tuple[str, str]:
         """LTL of a property, and what has to happen somewhere lest it be vacuous."""
-        what, first, since, after = (
-            self.atoms.get(atom, "false") for atom in (prop.what, prop.first, prop.since, prop.after)
+        what = self.atoms.get((prop.what, prop.pattern in _TRIED), "false")
+        first, since, after = (
+            self.atoms.get((atom, False), "false") for atom in (prop.first, prop.since, prop.after)
         )
         match prop.pattern:
             case Pattern.NO_DEAD_END:
@@ -273,6 +294,12 @@ class _Writer:
                 return f"[] !{self.deaf[prop.name]}", ""
             case Pattern.ENDED:
                 return f"[] !({self.closed} && ({self.holding}))", ""
+            case Pattern.ONE_WAY:
+                rest = [self.phases[p.name] for p in self.spec.phases if p.kind in (Kind.STABLE, Kind.WORK)]
+                return f"[] !(leaving && ({' || '.join(f'phase == {name}' for name in rest) or 'false'}))", ""
+            case Pattern.NESTED:
+                left = [f"{r} != ABSENT" for name, r in self.resources.items() if {name, EVERY} & set(prop.held)]
+                return f"[] !({what} && ({' || '.join(left) or 'false'}))", what
             case Pattern.SOUND:
                 return f"[] !{self.unsound[prop.name]}", what
             case Pattern.ABSENCE if prop.after == NOTHING:
@@ -286,18 +313,20 @@ class _Writer:
             case Pattern.BOUNDED_EXISTENCE:
                 return f"[] !({what} && {_next(f'<> {what}')})", what
             case Pattern.EXISTENCE:
-                begins = self.atoms[does("acquires")]
+                begins = self.atoms[does("acquires"), False]
                 return f"(<> {after}) || [] ({begins} -> !(!{what} U ({self.closed} && !{what})))", what
             case Pattern.RESPONSE:
                 return f"[] ({what} -> <> {self.closed})", what
         raise NotImplementedError(f"no translation of the pattern '{prop.pattern}'")
 
 
-def _atoms(prop: Property) -> Iterator[Atom]:
+def _atoms(prop: Property) -> Iterator[tuple[Atom, bool]]:
+    """The atoms of which a formula needs a label, and whether an attempt counts."""
     if prop.pattern is not Pattern.UNIVERSALITY:
-        yield from (atom for atom in (prop.what, prop.first, prop.since, prop.after) if atom != NOTHING)
+        found = ((prop.what, prop.pattern in _TRIED), (prop.first, False), (prop.since, False), (prop.after, False))
+        yield from ((atom, tried) for atom, tried in found if atom != NOTHING)
     if prop.pattern is Pattern.EXISTENCE:
-        yield does("acquires")
+        yield does("acquires"), False
 
 
 def _next(formula: str) -> str:

@@ -45,6 +45,8 @@ class Pattern(StrEnum):
     """No transition does `what` to a resource in a status that does not allow it."""
     NESTED = "nested"
     """After a transition that does `what`, none of the resources `held` is held."""
+    ONE_WAY = "one way"
+    """Once an exit phase has been entered, no stable phase and no work is entered again."""
     ENDED = "ended"
     """In the terminal phase nothing is held."""
 
@@ -58,6 +60,8 @@ class Scope(StrEnum):
     """Live, and the device is held and not lost."""
     RESTING = "resting"
     """In a stable phase, or one where work is done: nothing is in flight."""
+    RUNNING = "running"
+    """Live, and no exit phase has been entered yet."""
     LEAVING = "leaving"
     """Something is in flight, and an exit phase has been entered before."""
 
@@ -144,6 +148,7 @@ STRUCTURE = (
     Property("every-phase-reachable", Pattern.REACHABLE, doc="no phase is only drawn"),
     Property("no-dead-end", Pattern.NO_DEAD_END, doc="something can always be done next"),
     Property("closable", Pattern.CLOSABLE, doc="`closed` can be reached from everywhere, without a fault"),
+    Property("no-way-back", Pattern.ONE_WAY, doc="whoever is on the way out does not go back to work"),
     Property("table-total", Pattern.TABLE_TOTAL, doc="the continuation table always has an answer"),
     Property("fail-accepted", Pattern.UNIVERSALITY, on("fail"), doc="an error is accepted in every live phase"),
     Property(

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from string import Template
 from xml.etree import ElementTree
 
 from .errors import DrawingError, MissingExtra
@@ -19,28 +20,56 @@ from .picture import Arrow, Picture, phase_id, transition_id
 _SECONDS = 60
 
 # Boxes are filled, and what stands outside of them is of a grey that can be read on white and on black:
-# as an image in a page, a picture follows the reader's system and not the page around it.
-STYLE = """
-.interlock{--ink:#1f2328;--quiet:#6e7781;--rest:#fff;--work:#ddf0ff;--exit:#fff4d4;--end:#e4e7eb;
---taken:#0969da;--now:#1a7f37;--here:#c8f0d2;color-scheme:light dark}
-@media(prefers-color-scheme:dark){.interlock{--ink:#e6edf3;--quiet:#848d97;--rest:#0d1117;--work:#10304f;
---exit:#3d300f;--end:#30363d;--taken:#4493f8;--now:#3fb950;--here:#12481f}}
-.interlock text{fill:var(--ink);font-family:Arial,Helvetica,"Liberation Sans",Arimo,sans-serif}
-.interlock .graph>text,.interlock .note text,.interlock .arrow text{fill:var(--quiet)}
-.interlock .phase>path{fill:var(--rest);stroke:var(--ink)}
-.interlock .phase>polygon{fill:none;stroke:var(--ink)}
-.interlock .work>path{fill:var(--work);stroke-width:2}
-.interlock .exit>polygon:first-of-type{fill:var(--exit)}
-.interlock .terminal>polygon:first-of-type{fill:var(--end)}
-.interlock .note path,.interlock .note polygon,.interlock .note polyline{fill:none;stroke:var(--quiet)}
-.interlock .arrow path{fill:none;stroke:var(--quiet)}
-.interlock .arrow polygon{fill:var(--quiet);stroke:var(--quiet)}
-.interlock .taken>path,.interlock .taken>polygon{stroke:var(--taken);stroke-width:2}
-.interlock .arrow.taken>polygon{fill:var(--taken)}
-.interlock .arrow text.taken{fill:var(--taken);font-weight:bold}
-.interlock .now>path,.interlock .now>polygon{stroke:var(--now);stroke-width:3}
-.interlock .now>path,.interlock .now>polygon:first-of-type{fill:var(--here)}
+# as an image in a page, a picture follows the reader's system and not the page around it. Colours are
+# written out, not as CSS variables, which viewers other than browsers do not know.
+_LOOK = """
+.interlock text{fill:$ink}
+.interlock .graph>text,.interlock .note text,.interlock .arrow text{fill:$quiet}
+.interlock .phase>path{fill:$rest;stroke:$ink}
+.interlock .phase>polygon{fill:none;stroke:$ink}
+.interlock .work>path{fill:$work}
+.interlock .exit>polygon:first-of-type{fill:$exit}
+.interlock .terminal>polygon:first-of-type{fill:$end}
+.interlock .note path,.interlock .note polygon,.interlock .note polyline{fill:none;stroke:$quiet}
+.interlock .arrow path{fill:none;stroke:$quiet}
+.interlock .arrow polygon{fill:$quiet;stroke:$quiet}
+.interlock .taken>path,.interlock .taken>polygon{stroke:$taken}
+.interlock .arrow.taken>polygon{fill:$taken}
+.interlock .arrow text.taken{fill:$taken}
+.interlock .now>path,.interlock .now>polygon{stroke:$now}
+.interlock .now>path,.interlock .now>polygon:first-of-type{fill:$here}
 """
+_LIGHT = {
+    "ink": "#1f2328",
+    "quiet": "#6e7781",
+    "rest": "#ffffff",
+    "work": "#ddf0ff",
+    "exit": "#fff4d4",
+    "end": "#e4e7eb",
+    "taken": "#0969da",
+    "now": "#1a7f37",
+    "here": "#c8f0d2",
+}
+_DARK = {
+    "ink": "#e6edf3",
+    "quiet": "#848d97",
+    "rest": "#0d1117",
+    "work": "#10304f",
+    "exit": "#3d300f",
+    "end": "#30363d",
+    "taken": "#4493f8",
+    "now": "#3fb950",
+    "here": "#12481f",
+}
+STYLE = (
+    "\n.interlock{color-scheme:light dark}"
+    '\n.interlock text{font-family:Arial,Helvetica,"Liberation Sans",Arimo,sans-serif}'
+    "\n.interlock .work>path,.interlock .taken>path,.interlock .taken>polygon{stroke-width:2}"
+    "\n.interlock .now>path,.interlock .now>polygon{stroke-width:3}"
+    "\n.interlock .arrow text.taken{font-weight:bold}"
+    f"{Template(_LOOK).substitute(_LIGHT)}"
+    f"@media(prefers-color-scheme:dark){{{Template(_LOOK).substitute(_DARK)}}}\n"
+)
 
 
 def lay_out(graph: str) -> str:
@@ -135,7 +164,8 @@ def _label(group: ElementTree.Element, arrow: Arrow, shown: Picture) -> None:
             text.set("id", transition_id(line.transitions[0]))
         others = line.transitions if len(line.transitions) > 1 else ()
         for t in (*others, *line.starred):
-            ElementTree.SubElement(group, "g", {"id": transition_id(t), "class": "transition"})
+            taken = " taken" if (t.source, t.event, t.dest) in shown.taken else ""
+            ElementTree.SubElement(group, "g", {"id": transition_id(t), "class": f"transition{taken}"})
 
 
 def _document(root: ElementTree.Element, shown: Picture, title: str) -> str:

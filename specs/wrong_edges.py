@@ -33,6 +33,8 @@ from .model import EVERY, Effect, Guard, Kind, Phase, Status, Transition, Verb, 
 class WrongEdge:
     """Transitions that somebody might add to a spec, and that should be refused.
 
+    Those that leave an exit phase also become the first entry of its row in the table, with a wish.
+
     Attributes:
         transitions: Left out where the spec lacks one of their phases or resources.
         why: What is wrong with them.
@@ -61,6 +63,8 @@ _TRAIN = (*needs(DEVICE, *_BOTH), *USES)
 _PLACE = (*needs(DEVICE), *USES, *acquires(MODEL))
 _PREDICT = (*needs(DEVICE, MODEL), *USES)
 _LIMBO = Phase("limbo", Kind.STABLE, doc="a phase of the user's")
+_EJECTING = Phase("ejecting", Kind.FLIGHT, "ejected", "a phase of the user's")
+_WAYS_OUT = ("fail", "interrupt", "abandon")
 _HALF = frozenset({Status.PARTIAL})
 
 WRONG_EDGES = (
@@ -76,7 +80,11 @@ WRONG_EDGES = (
     _edge("placed", "peek", "placed", needs(OPTIMIZER), "optimizer state is wanted before there is any"),
     _edge("acquiring", "place", "placing", _PLACE, "placement on a device that is half there"),
     _edge("training", "place", "placing", _PLACE, "a second placement in one epoch"),
-    _edge("training", "reattach", "stopping", acquires(OPTIMIZER), "what is held is acquired again"),
+    _edge("training", "reattach", "offloading", acquires(OPTIMIZER), "what is held is acquired again"),
+    _edge("training", "give_up", "finished", HARMLESS, "unfinished work is called finished"),
+    _edge("training", "skip", "stopping", HARMLESS, "called stopped, though nobody asked"),
+    _edge("training", "unplug", "device_lost", LOSES, "called lost, though it was only in the way"),
+    _edge("training", "finish", "closed", HARMLESS, "a second destination of an event"),
     _edge("training", "poke", "training", opens(MODEL), "the model is left half changed"),
     _edge("training", "settle", "training", completes(MODEL), "completed without having begun"),
     _edge("updating", "tweak", "updating", opens(MODEL), "a change within a change"),
@@ -91,6 +99,8 @@ WRONG_EDGES = (
     _edge("suspended", "quit", "closed", HARMLESS, "an end around offloading"),
     _edge("paused", "vanish", "suspended", HARMLESS, "a suspension that gives nothing back"),
     _edge("created", "lose", "device_lost", LOSES, "a device is lost that was never held"),
+    _edge("created", "lose", "closed", LOSES, "a device is lost that was never held"),
+    _edge("training", "restore", "restoring", (*_TRAIN, *opens(*_BOTH)), "a second restore, in mid-run"),
     _edge("created", "log", "created", None, "an undeclared hook before the device is taken"),
     _edge("failed", "log", "failed", None, "an undeclared hook after an error"),
     _edge("failed", "retry", "failed", HARMLESS, "waits for ever after an error"),
@@ -139,6 +149,14 @@ WRONG_EDGES = (
     _edge("acquired", "serve", "serving", _PREDICT, "serving before placement"),
     _edge("failed", "predict", "predicting", _PREDICT, "prediction after an error"),
     _edge("offloaded", "predict", "predicting", _PREDICT, "prediction after release"),
+    WrongEdge(
+        (
+            Transition("unplug", "offloading", "ejecting", releases(DEVICE), (*whole(DEVICE, MODEL),)),
+            *(Transition(event, "ejecting", "closed", abandons(EVERY)) for event in ("ejected", *_WAYS_OUT)),
+        ),
+        "the device is given back under the model",
+        (_EJECTING,),
+    ),
     WrongEdge(
         (Transition("wander", "placed", "limbo", HARMLESS), *fault_edges((_LIMBO,))),
         "a phase that only a fault can leave",

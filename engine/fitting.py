@@ -1,0 +1,126 @@
+"""`interlock fit`: carries a task out, then says how it went and holds the journal against the spec."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from interlock.specs.journal import Replay, read_journal, replay
+
+from .choices import UsageError
+from .graphing import drawn, format_of, write
+from .journal import refuse_unwritable
+from .loading import task_from
+from .messages import describe, say, warn
+from .signals import Signals, Terminated
+
+if TYPE_CHECKING:
+    from .outcome import Outcome
+
+_UNPROVED = "the journal is not what the spec allows"
+
+
+def run_fit(options: Namespace) -> int:
+    """Load the task, train it, report.
+
+    Returns:
+        0 if it did what it was asked and its journal is proved, 1 if not; 130 and 143 if a signal
+        ended it.
+    """
+    _refuse_bad_targets(options)
+    with Signals() as signals:
+        try:
+            outcome = _carry_out(options, signals)
+        except (KeyboardInterrupt, Terminated):
+            # Before the run began: there is nothing to report.
+            warn("interlock: interrupted before the run began; nothing was started")
+            return 128 + (signals.received or signal.SIGINT)
+    found, problems = _afterwards(options, outcome)
+    if options.json:
+        say(json.dumps(_data(options, outcome, found), indent=1))
+    else:
+        from .summary import show
+
+        show(outcome, _files(options, found))
+    if outcome.error is not None and not isinstance(outcome.error, (KeyboardInterrupt, Terminated)):
+        warn(describe(outcome.error))
+    for problem in problems:
+        warn(f"error: {problem}")
+    if signals.received is not None:
+        return 128 + signals.received
+    return 0 if outcome.ok and not problems else 1
+
+
+def _refuse_bad_targets(options: Namespace) -> None:
+    """What cannot be written is found before anything is loaded, not after hours of training.
+
+    Raises:
+        InterlockError: Which file, and why.
+    """
+    if options.journal is not None:
+        refuse_unwritable(options.journal)
+    drawing: Path | None = options.drawing
+    if drawing is None:
+        return
+    kind = format_of(drawing)
+    if kind not in ("mermaid", "dot", "svg"):
+        raise UsageError(f"'{drawing}': a run's path can be drawn as .svg, .dot or .mmd")
+    if drawing.is_dir() or not drawing.parent.is_dir() or not os.access(drawing.parent, os.W_OK):
+        raise UsageError(f"'{drawing}' cannot be written: it is a folder, or its folder is missing or protected")
+    if kind == "svg":
+        from interlock.specs.svg import lay_out
+
+        lay_out("digraph {}")
+
+
+def _carry_out(options: Namespace, signals: Signals) -> Outcome:
+    from .engine import Engine
+    from .session import carry_out
+
+    engine = Engine(
+        options.backend,
+        exit=options.exit,
+        deadline=options.deadline,
+        report_every=options.report_every,
+        observers=[signals],
+        progress=not options.no_progress,
+        journal=options.journal,
+    )
+    signals.watch(engine.life.spec)
+    with task_from(options.task) as task:
+        # As `Engine.fit` does; but here the outcome of a run that failed is wanted, too.
+        return carry_out(engine._session(task, engine._data(task, None, None), options.epochs))
+
+
+def _afterwards(options: Namespace, outcome: Outcome) -> tuple[Replay | None, list[str]]:
+    """Replay the journal, and draw the path: the replay's result, and what went wrong in this."""
+    found, problems = None, []
+    spec = _spec_of(outcome)
+    if options.journal is not None:
+        try:
+            found = replay(read_journal(options.journal), spec)
+            if not found.holds:
+                problems.append(f"{_UNPROVED}: {found}")
+        except Exception as error:
+            problems.append(f"the journal cannot be replayed: {type(error).__name__}: {error}")
+    if options.drawing is not None:
+        try:
+            write(options.drawing, drawn(format_of(options.drawing), spec, outcome.path))
+        except Exception as error:
+            problems.append(f"the path cannot be drawn: {type(error).__name__}: {error}")
+    return found, problems
+
+
+def _files(options: Namespace, found: Replay | None) -> Mapping[str, str]:
+    files = {}
+    if found is not None:
+        end = f", {found.finding}" if found.finding else ""
+        files["journal"] = f"{options.journal}: replayed, {found.steps} transitions, {found.result}{end}"
+    if options.drawing is not None:
+        files["drawing"] = f"{options.drawing}: the path taken"
+    return files

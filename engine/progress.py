@@ -1,0 +1,199 @@
+"""Shows on the terminal how a run is going; plain lines now and then where there is no terminal.
+
+Nothing is added to a step: the display reads the run's position from a thread of its own. It keeps
+that position and a length, and nothing of the model or the data.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from .events import Closed, Event, PhaseChanged, Report
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+    from .session import Session
+
+FRAMES = 5
+"""How often a second the terminal is redrawn. Each time costs about a millisecond of Python."""
+WINDOW = 5.0
+"""The rate is that of the last so many seconds."""
+EVERY = 10.0
+"""Without a terminal: seconds between two lines in mid-epoch."""
+
+
+class Progress:
+    """An observer that shows a run.
+
+    On a terminal: a bar with epoch, step, steps per second, the last numbers, the phase while it is
+    another one than training, and the time. Elsewhere (files, logs, notebooks): a line for each
+    epoch, and one every ten seconds in between. All of it goes to the standard error stream.
+
+    Args:
+        session: The run.
+        epochs: How many there will be.
+    """
+
+    def __init__(self, session: Session, epochs: int) -> None:
+        self.epochs = epochs
+        self.position = session.position
+        self.per_epoch = _length(session)
+        self.phase = session.driver.phase
+        self.metrics: dict[str, float] = {}
+        self.status = ""
+        self.begun = time.monotonic()
+        self._samples: deque[tuple[float, int]] = deque([(self.begun, 0)])
+        self._told = self.begun
+        self._live = _live(self.render)
+        self._in_lines = self._live is None
+        self._stream: TextIO = sys.stdout if _in_notebook() else sys.stderr
+        if self._live is not None:
+            # A program that ends in mid-run must not leave a terminal without a cursor.
+            atexit.register(self.stop)
+            self._live.start()
+
+    def __call__(self, event: Event) -> None:
+        """Take note of an event, and write a line if one is due and this is no terminal."""
+        match event:
+            case PhaseChanged(phase=phase):
+                self.phase = phase
+            case Report(metrics=metrics):
+                self.metrics.update(metrics)
+                if self._in_lines:
+                    self._tell(metrics)
+            case Closed(status=status):
+                self.status = status
+                self.stop()
+                if self._in_lines:
+                    self._line(str(event))
+
+    def on_end(self, lost: int) -> None:
+        """Leave the terminal as it was, also where the last event was lost."""
+        self.stop()
+
+    def stop(self) -> None:
+        """Draw a last time and give the terminal back. Idempotent."""
+        live, self._live = self._live, None  # which holds this object: a cycle otherwise
+        if live is not None:
+            atexit.unregister(self.stop)
+            live.stop()
+
+    def rate(self) -> float:
+        """Steps per second, lately."""
+        now, step = time.monotonic(), self.position.step
+        samples = self._samples
+        samples.append((now, step))
+        while len(samples) > 2 and now - samples[0][0] > WINDOW:
+            samples.popleft()
+        seconds = now - samples[0][0]
+        return (step - samples[0][1]) / seconds if seconds > 0 else 0.0
+
+    # -- on a terminal --------------------------------------------------------------------------------
+
+    def render(self) -> RenderableType:
+        """One frame: a bar, and what is known beside it."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        step = self.position.step
+        total = self.per_epoch * self.epochs if self.per_epoch else None
+        going = not self.status
+        bar = ProgressBar(total=total, completed=step, width=24, pulse=going and total is None)
+        row = Table.grid(padding=(0, 1))
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True, overflow="ellipsis")
+        row.add_row(bar, Text("  ".join(self._parts(step, total)), no_wrap=True, overflow="ellipsis"))
+        return row
+
+    def _parts(self, step: int, total: int | None) -> list[str]:
+        """The words beside the bar, the most important first: a narrow terminal cuts the others off."""
+        parts = [f"epoch {min(self.position.epoch + 1, self.epochs)}/{self.epochs}"]
+        parts.append(f"step {step}/{total}" if total else f"step {step}")
+        if self.status or self.phase != "training":
+            parts.append(self.status or self.phase)
+        else:
+            parts.append(f"{_short(self.rate())}/s")
+        parts.append(_clock(time.monotonic() - self.begun))
+        return parts + _numbers(self.metrics)
+
+    # -- elsewhere ------------------------------------------------------------------------------------
+
+    def _tell(self, metrics: Mapping[str, float]) -> None:
+        now, step = time.monotonic(), self.position.step
+        end_of_epoch = bool(self.per_epoch) and step % (self.per_epoch or 1) == 0
+        validated = any(name.startswith("val_") for name in metrics)
+        if validated or end_of_epoch or now - self._told >= EVERY:
+            self._told = now
+            numbers = ", ".join(_numbers(metrics))
+            of = f"/{self.per_epoch * self.epochs}" if self.per_epoch else ""
+            epoch = f"epoch {self.position.epoch + 1}/{self.epochs}"
+            self._line(f"{epoch}, step {step}{of}, {_short(self.rate())}/s: {numbers}")
+
+    def _line(self, text: str) -> None:
+        self._stream.write(f"interlock: {text}\n")
+        self._stream.flush()
+
+
+def _live(render: Any) -> Live | None:
+    """The live display, where there is a terminal for it."""
+    # Asked of the stream and not of rich: FORCE_COLOR makes it take any file for a terminal.
+    if _in_notebook() or not _is_terminal(sys.stderr):
+        return None
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(stderr=True)
+    if not console.is_interactive:
+        return None
+    return Live(
+        console=console,
+        get_renderable=render,
+        refresh_per_second=FRAMES,
+        # What the task prints then appears above the bar; a redirected stream is left alone.
+        redirect_stdout=_is_terminal(sys.stdout),
+    )
+
+
+def _is_terminal(stream: object) -> bool:
+    try:
+        return bool(stream.isatty())  # type: ignore[attr-defined]
+    except (AttributeError, ValueError):  # replaced, or closed
+        return False
+
+
+def _in_notebook() -> bool:
+    """Whether a notebook's kernel runs this program: its streams are no terminal, and show in red."""
+    ipython = sys.modules.get("IPython")
+    shell = getattr(ipython, "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"
+
+
+def _length(session: Session) -> int | None:
+    """How many batches an epoch has, if the loader can tell."""
+    data = session._data
+    try:
+        return len(data.train) if data is not None else None  # type: ignore[arg-type]
+    except Exception:  # a loader over a stream raises, each kind its own error
+        return None
+
+
+def _numbers(metrics: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in metrics.items()]
+
+
+def _short(rate: float) -> str:
+    return f"{rate:.0f} steps" if rate >= 10 else f"{rate:.1f} steps"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
