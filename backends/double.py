@@ -58,15 +58,19 @@ class Ledger(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = {t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
-                self.enter(tensor, str(func))
+        given = {storage._cdata for tensor in _tensors((args, kwargs)) for storage in _storages(tensor)}
+        for tensor in _tensors(out):
+            for storage in _storages(tensor):
+                if storage._cdata not in given:
+                    self._enter(storage, str(func))
         return out
 
     def enter(self, tensor: torch.Tensor, origin: str) -> None:
         """Count the tensor's storage from now on, until it dies."""
-        storage = tensor.untyped_storage()
+        for storage in _storages(tensor):
+            self._enter(storage, origin)
+
+    def _enter(self, storage: torch.UntypedStorage, origin: str) -> None:
         with self._lock:
             self._blocks[storage._cdata] = (StorageWeakRef(storage), storage.nbytes(), origin)
 
@@ -80,10 +84,28 @@ class Ledger(TorchDispatchMode):
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage is counted (a storage keeps its address while it lives)."""
-        key = tensor.untyped_storage()._cdata
+        keys = [storage._cdata for storage in _storages(tensor)]
         with self._lock:
-            entry = self._blocks.get(key)
-        return entry is not None and not entry[0].expired()
+            entries = [self._blocks.get(key) for key in keys]
+        return any(entry is not None and not entry[0].expired() for entry in entries)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """A tensor's storage; of a sparse one, those of its indices and values."""
+    if tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
+    with torch._C._DisableTorchDispatch():
+        if tensor.layout is torch.sparse_coo:
+            parts = [tensor._indices(), tensor._values()]
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        else:
+            parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [part.untyped_storage() for part in parts]
 
 
 class ReplacingDouble(Adapter):

@@ -44,26 +44,63 @@ def convert(data: Any, function: Function) -> Any:
             found = done[id(tensor)] = function(tensor)
         return found
 
-    return _walk(data, once)
+    return _walk(data, once, set())
 
 
-def _walk(data: Any, function: Function) -> Any:
+def replace_in(data: Any, function: Function) -> Any:
+    """As `convert`, but in place as far as lists and dictionaries go: whoever holds one sees the change.
+
+    Args:
+        data: Any nesting.
+        function: Called for each tensor, more than once for one that stands in several places.
+
+    Returns:
+        The data itself, or a copy where it is of another kind than list or dictionary.
+    """
+    return _replace_in(data, function, set())
+
+
+def _replace_in(data: Any, function: Function, inside: set[int]) -> Any:
+    if not isinstance(data, (dict, list)):
+        return convert(data, function)
+    if id(data) in inside:
+        return data
+    inside.add(id(data))
+    for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
+        new = _replace_in(value, function, inside)
+        if new is not value:
+            data[key] = new
+    inside.remove(id(data))
+    return data
+
+
+def _walk(data: Any, function: Function, inside: set[int]) -> Any:
     if isinstance(data, torch.Tensor):
         return function(data)
     if data is None or isinstance(data, (str, bytes, int, float)):
         return data
+    if id(data) in inside:
+        return data  # it contains itself: it is passed through there, as what is not understood is
+    inside.add(id(data))
+    try:
+        return _walk_container(data, function, inside)
+    finally:
+        inside.remove(id(data))
+
+
+def _walk_container(data: Any, function: Function, inside: set[int]) -> Any:
     if isinstance(data, PackedSequence):
         return _walk_packed(data, function)
     if isinstance(data, Mapping):
-        values = {key: _walk(value, function) for key, value in data.items()}
+        values = {key: _walk(value, function, inside) for key, value in data.items()}
         return _new_mapping(data, values) if _differ(values.values(), data.values()) else data
     if isinstance(data, (list, tuple)):
-        items = [_walk(item, function) for item in data]
+        items = [_walk(item, function, inside) for item in data]
         if not _differ(items, data):
             return data
         return _new_list(data, items) if isinstance(data, list) else _new_tuple(data, items)
     if dataclasses.is_dataclass(data) and not isinstance(data, (type, torch.nn.Module)):
-        return _walk_dataclass(data, function)
+        return _walk_dataclass(data, function, inside)
     return data
 
 
@@ -85,8 +122,9 @@ def _new_mapping(data: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
         return values
     # A shallow copy of any other class shares its inner dictionary with the original, which a write
     # to the copy would change: the class is called instead, and what it makes is looked at.
+    kind: Any = type(data)
     try:
-        made = type(data)(values)  # type: ignore[call-arg]
+        made: Any = kind(values)
     except Exception:
         return values
     if not isinstance(made, Mapping) or list(made) != list(values):
@@ -131,7 +169,7 @@ def _walk_packed(data: PackedSequence, function: Function) -> PackedSequence:
     return PackedSequence(new, data.batch_sizes, *orders)
 
 
-def _walk_dataclass(data: Any, function: Function) -> Any:
+def _walk_dataclass(data: Any, function: Function, inside: set[int]) -> Any:
     # Fields are set on a shallow copy: `replace` would run __init__ and __post_init__ again, and
     # could not set fields with init=False.
     changed = {}
@@ -139,7 +177,7 @@ def _walk_dataclass(data: Any, function: Function) -> Any:
         if not hasattr(data, field.name):
             continue
         value = getattr(data, field.name)
-        new = _walk(value, function)
+        new = _walk(value, function, inside)
         if new is not value:
             changed[field.name] = new
     if not changed:

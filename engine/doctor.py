@@ -27,12 +27,13 @@ RUN_ON_HARDWARE = ("cpu",)
 
 def run_doctor(options: Namespace) -> int:
     """Report; the exit status is 1 if a monitor is not proved."""
-    found = {"versions": _versions(), "backends": [_backend(name) for name in sorted({*MONITORS, *names()})]}
+    versions = _versions()
+    backends = [_backend(name) for name in sorted({*MONITORS, *names()})]
     if options.json:
-        say(json.dumps(found, indent=1))
+        say(json.dumps({"versions": versions, "backends": backends}, indent=1))
     else:
-        _say(found)
-    return 0 if all(row["proved"] is not False for row in found["backends"]) else 1
+        _say(versions, backends)
+    return 0 if all(row["proved"] is not False for row in backends) else 1
 
 
 def _versions() -> dict[str, str]:
@@ -66,7 +67,14 @@ def _program(name: str) -> str | None:
 def _backend(name: str) -> dict[str, Any]:
     adapter = name in names()
     why = _why_not(name) if adapter else "no adapter yet: it can be checked and drawn, and not run"
-    row: dict[str, Any] = {"name": name, "adapter": adapter, "available": not why, "why": why, "doc": "", "proved": None}
+    row: dict[str, Any] = {
+        "name": name,
+        "adapter": adapter,
+        "available": not why,
+        "why": why,
+        "doc": "",
+        "proved": None,
+    }
     try:
         found = monitor(name)
     except Exception as error:  # a third party's, which needs its adapter
@@ -88,19 +96,19 @@ def _why_not(name: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _say(found: dict[str, Any]) -> None:
-    for name, text in found["versions"].items():
+def _say(versions: dict[str, str], backends: list[dict[str, Any]]) -> None:
+    for name, text in versions.items():
         say(f"{name:<14} {text}")
     say()
     say(f"{'backend':<10} {'runs here':<10} {'monitor':<30} what it is")
-    for row in found["backends"]:
+    for row in backends:
         runs = "yes" if row["available"] else "no"
         say(f"{row['name']:<10} {runs:<10} {_proof(row):<30} {row['doc']}")
         if row["why"]:
             say(f"{'':<22}{row['why']}")
-    never = [row["name"] for row in found["backends"] if row["name"] in MONITORS and row["name"] not in RUN_ON_HARDWARE]
+    proved_only = ", ".join(name for name in MONITORS if name not in RUN_ON_HARDWARE)
     say()
-    say(f"never run on their hardware: {', '.join(never)}. What is proved of them is their order of events.")
+    say(f"never run on their hardware: {proved_only}. What is proved of them is their order of events.")
 
 
 def _proof(row: dict[str, Any]) -> str:

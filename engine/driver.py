@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from interlock.specs import Entry, Kind, Lifecycle, Slot
-from interlock.specs.errors import InterlockError
 
-from .errors import HeldSetMismatch
+from .errors import HeldSetMismatch, NoWayOut
 from .release import Release, ReleaseStack
 
 PATIENCE = 16
@@ -73,6 +72,8 @@ class Driver:
         self._actions = actions
         self._releases = releases
         self._announce = announce
+        self._settled = 0
+        """How many transitions the release stack has followed."""
         self._caught_up = 0
         self.announced = 0
         """How many transitions have been announced."""
@@ -114,22 +115,29 @@ class Driver:
         return next((event for event, transition in row.items() if transition.fast), "")
 
     def settle(self) -> None:
-        """Bring the stack up to the last entry of the history and compare. Idempotent.
+        """Let the stack follow the history, and compare. Idempotent.
 
         It is called again after a fault, since an interrupt may land between the transition and
-        this call.
+        this call, or within it.
         """
-        entry = self.slot.history[-1]
         self._announce_new()
+        history = self.slot.history
+        while self._settled + 1 < len(history):
+            self._follow(history[self._settled + 1])
+            self._settled += 1
+        entry, held = history[-1], self.slot.held
+        if set(held) != set(self.stack.names):
+            raise HeldSetMismatch(entry.phase, entry.event, held, self.stack.names)
+
+    def _follow(self, entry: Entry) -> None:
         for resource, how in entry.ended:
             if how == "abandoned":
                 self.stack.forget(resource)
-        for resource in self.slot.held:
-            if resource in self._releases and resource in self._acquired_by(entry):
+            else:
+                self.stack.drop(resource)
+        for resource in self._acquired_by(entry):
+            if resource in self._releases:
                 self.stack.push(resource, self._releases[resource])
-        held = self.slot.held
-        if set(held) != set(self.stack.names):
-            raise HeldSetMismatch(entry.phase, entry.event, held, self.stack.names)
 
     def _acquired_by(self, entry: Entry) -> set[str]:
         """Only what the transition declares can be pushed."""
@@ -189,10 +197,7 @@ class Driver:
             except BaseException as error:
                 stuck = 0 if len(self.slot.history) > before else stuck + 1
                 if stuck > PATIENCE:
-                    raise InterlockError(
-                        f"the way out made no progress in phase '{self.phase}' after {PATIENCE} errors, "
-                        f"the last of which is the cause of this one"
-                    ) from error
+                    raise NoWayOut(self.phase, PATIENCE) from error
                 self.fault(on_error(error))
         self._announce_new()
 
@@ -222,8 +227,9 @@ class Driver:
         self.do(event)
 
     def _is_live(self) -> bool:
-        """Whether the phase lies before the exit."""
-        return any(t.event == "fail" and t.dest == "failed" for t in self.spec.by_source[self.phase].values())
+        """Whether the way out has not begun: no junction of it is in the history."""
+        phases = self.spec.phase
+        return not any(phases[entry.phase].kind is Kind.EXIT for entry in self.slot.history)
 
     def _settle_quietly(self) -> None:
         try:

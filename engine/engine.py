@@ -14,6 +14,7 @@ from interlock.backends.registry import adapter_class
 
 from .errors import TaskError
 from .events import Bus, Observer
+from .evidence import raise_again
 from .handles import Created
 from .options import ExitPolicy, Nonfinite, Options
 from .outcome import Outcome
@@ -102,16 +103,15 @@ class Engine:
         """
         session = self._session(task, self._data(task, train, validate), epochs)
         outcome = carry_out(session)
-        del session
-        if outcome.error is not None:
-            error = outcome.error
-            # The error goes to the caller, who may keep it: it must not keep the outcome.
-            del outcome
-            try:
-                raise error
-            finally:
-                del error
-        return outcome
+        if outcome.error is None:
+            return outcome
+        error = outcome.error
+        # The caller may keep the error, and with it this frame: it must not hold anything.
+        del outcome, session, task, train, validate, self
+        try:
+            raise_again(error)
+        finally:
+            del error
 
     def start(
         self,

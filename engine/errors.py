@@ -34,7 +34,7 @@ class StaleHandle(InterlockError):
 
 
 class RunInUse(InterlockError):
-    """A run was driven from two places or from inside one of its own hooks, or its model is in another run."""
+    """A run was driven from two places or from inside its own hooks, or its model is in another run."""
 
 
 class NotFinished(InterlockError, TimeoutError):
@@ -80,6 +80,19 @@ class HeldSetMismatch(InterlockError):
 
 class MissingRelease(InterlockError):
     """A resource was to be released for which no release was ever registered."""
+
+
+class NoWayOut(InterlockError):
+    """On the way out, one error followed another without any progress, and it was given up.
+
+    The proof of the lifecycle says that this cannot happen: it is a fault in Interlock or in an adapter.
+    """
+
+    def __init__(self, phase: str, errors: int) -> None:
+        super().__init__(
+            f"the way out made no progress in phase '{phase}' after {errors} errors, the last of which is the "
+            "cause of this one: please report it"
+        )
 
 
 class PlacementError(InterlockError):
@@ -184,6 +197,7 @@ __all__ = [
     "MissingParameter",
     "MissingRelease",
     "NoGradient",
+    "NoWayOut",
     "NonFiniteLoss",
     "NotFinished",
     "NotProved",

@@ -153,7 +153,8 @@ class Subscription:
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         try:
             function(*arguments)
-        except Exception as error:
+        except BaseException as error:
+            # Whatever it is, on this thread it is an observer's failure and nothing more.
             self.errors += 1
             if self.errors == 1:
                 _complain(f"an observer raised {type(error).__name__}: {error}; the run goes on")
@@ -201,6 +202,7 @@ class Bus:
         """Observers that raised, lost events or did not end: for the outcome's notes."""
         self._subscriptions: list[Subscription] = []
         self._past: list[Event] = []
+        self._over = False
         self._lock = threading.Lock()
 
     def subscribe(self, observer: Observer, capacity: int = 1024) -> Subscription:
@@ -209,7 +211,10 @@ class Bus:
         with self._lock:
             for event in self._past:
                 subscription.put(event)
-            self._subscriptions.append(subscription)
+            if not self._over:
+                self._subscriptions.append(subscription)
+                return subscription
+        subscription.finish(0.0)
         return subscription
 
     def publish(self, event: Event) -> None:
@@ -220,12 +225,14 @@ class Bus:
                 subscription.put(event)
 
     def finish(self, seconds: float) -> None:
-        """End all observers' threads, together within `seconds`."""
+        """End all observers' threads, together within `seconds`. After an interrupt, call it again."""
         end = time.monotonic() + seconds
         with self._lock:
-            leaving, self._subscriptions = self._subscriptions, []
-        for subscription in leaving:
+            self._over = True
+        while self._subscriptions:
+            subscription = self._subscriptions[0]
             ended = subscription.finish(end - time.monotonic())
+            self._subscriptions.pop(0)
             name = getattr(subscription.observer, "__name__", type(subscription.observer).__name__)
             if not ended:
                 self.failed.append(f"observer {name} is blocked; its thread was left behind")

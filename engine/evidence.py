@@ -8,9 +8,13 @@ of causes, contexts and groups. The exception object itself stays what it was.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import NoReturn
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,10 @@ def record(error: BaseException, phase: str, step: int) -> Failure:
 
 
 def unpin(error: BaseException, outside: BaseException | None) -> None:
-    """Clear the frames that an exception's tracebacks hold, along its whole graph.
+    """Clear the frames that an exception keeps alive, along its whole graph.
 
+    These are the frames in its tracebacks, and also those that had called them and returned since:
+    whoever stores an exception and lets its callers go on, as a retry does, keeps their locals too.
     Frames that are still executing (the engine's own, and its callers') are left alone. The
     traceback still prints the same lines.
 
@@ -62,7 +68,26 @@ def unpin(error: BaseException, outside: BaseException | None) -> None:
             the caller's, and is not touched although `error` may have it as context.
     """
     for one in graph(error, outside):
-        traceback.clear_frames(one.__traceback__)
+        for frame in _frames(one.__traceback__):
+            # Executing frames refuse.
+            with suppress(RuntimeError):
+                frame.clear()
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    """The frames of a traceback, and the callers of the outermost one."""
+    caller = trace.tb_frame if trace else None
+    while caller is not None:
+        # A generator that caught the exception may only be suspended: clearing would end it.
+        if not caller.f_code.co_flags & _SUSPENDS:
+            yield caller
+        caller = caller.f_back
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+        yield trace.tb_frame
+
+
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def graph(error: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
@@ -80,7 +105,68 @@ def graph(error: BaseException, outside: BaseException | None = None) -> Iterato
             todo += one.exceptions
 
 
-def attach(first: BaseException, later: BaseException) -> None:
-    """Note on the first error that a later one happened while cleaning up after it."""
-    if later is not first:
-        first.add_note(f"interlock: while cleaning up, also {type(later).__name__}: {later}")
+class Errors:
+    """The errors of one run: the first stays the error, later ones are attached to it.
+
+    Args:
+        keep_frames: Leave their frames alone.
+    """
+
+    def __init__(self, keep_frames: bool) -> None:
+        self._keep_frames = keep_frames
+        self._noted: list[tuple[BaseException, str, int]] = []
+
+    @property
+    def first(self) -> BaseException | None:
+        """The error that ended the run, if one did."""
+        return self._noted[0][0] if self._noted else None
+
+    def note(self, error: BaseException, phase: str, step: int, outside: BaseException | None) -> None:
+        """Take up an error, and let go of what it keeps alive. Again: no further effect.
+
+        Args:
+            error: Any.
+            phase: In which it struck.
+            step: How many steps were complete.
+            outside: As for `unpin`.
+        """
+        # Before anything else: an interrupt may land in any of the lines below.
+        if all(error is not noted for noted, _, _ in self._noted):
+            self._noted.append((error, phase, step))
+        if not self._keep_frames:
+            # All of them: an interrupt that cut this short is an error itself, and leads back here.
+            for noted, _, _ in self._noted:
+                unpin(noted, outside)
+
+    def failures(self) -> tuple[Failure, ...]:
+        """All errors as text, in order; the later ones are noted on the first."""
+        found = tuple(record(*noted) for noted in self._noted)
+        for failure in found[1:]:
+            _attach(self._noted[0][0], failure)
+        return found
+
+
+def _attach(first: BaseException, later: Failure) -> None:
+    note = f"interlock: while cleaning up, also {later.type}: {later.message}"
+    # Some errors refuse attributes, notes among them; the outcome has the later error in any case.
+    with suppress(Exception):
+        if note not in getattr(first, "__notes__", ()):
+            first.add_note(note)
+
+
+_CONTEXT = vars(BaseException)["__context__"]
+"""Sets it also where an error's class refuses attributes."""
+
+
+def raise_again(error: BaseException) -> NoReturn:
+    """Raise an error that was raised before, leaving its context as it is.
+
+    A plain `raise` within somebody's `except` block would put what is handled there in its place.
+    Nothing of this frame stays in the traceback's locals.
+    """
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        _CONTEXT.__set__(error, context)
+        del error, context

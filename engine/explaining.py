@@ -25,8 +25,9 @@ def run_explain(options: Namespace) -> int:
         every_step = task.scheduler is not None and task.scheduler_every == "step"
         program = step_program(monitor, schedule=every_step)
         life = proved(monitor)
+        spec = life.spec
         say(f"task      {task.name}: {', '.join(_parts(task))}")
-        say(f"lifecycle {life.spec.name} (hash {life.spec.hash}): {len(life.spec.properties)} properties proved")
+        say(f"lifecycle {spec.name} (hash {spec.hash}): {len(spec.properties)} properties proved")
         say()
         say("plan      what a run goes through in which nothing goes wrong:")
         say(_plan(life))
@@ -40,7 +41,9 @@ def run_explain(options: Namespace) -> int:
 
 def _parts(task: Task) -> list[str]:
     """What the task gives, by the names of its functions; none of them is called."""
-    given = {name: getattr(task, name) for name in ("model", "optimizer", "loss", "metrics", "scheduler", "data")}
+    given = {
+        name: getattr(task, name) for name in ("model", "optimizer", "loss", "metrics", "scheduler", "data")
+    }
     named = [f"{name} {_name(value)}" for name, value in given.items() if value is not None]
     return [*named, f"{task.epochs} epoch(s)"]
 
@@ -56,10 +59,7 @@ def _plan(life: Lifecycle) -> str:
     work = iter(("validate", "finish"))
     while slot.state != life.spec.terminal:
         phase = life.spec.phase[slot.state]
-        if phase.kind is Kind.FLIGHT:
-            event = phase.done
-        else:
-            event = slot.next(WISHES) or next(work)
+        event = phase.done if phase.kind is Kind.FLIGHT else slot.next(WISHES) or next(work)
         words.append(f"--{event}--> {slot.fire(event).phase}")
     return _wrapped(words)
 

@@ -103,7 +103,7 @@ def check_optimizers(
         raise _of_foreign(model, held, foreign, originals, known or {}, when)
     if missing:
         raise MissingParameter(
-            f"{when}: no optimizer holds {_some(missing)}, so it would never train. Add it to a group, or set "
+            f"{when}: no optimizer holds {some(missing)}, so it would never train. Add it to a group, or set "
             "requires_grad=False, before the optimizer is built, on what should not train",
             missing,
         )
@@ -123,23 +123,24 @@ def _of_foreign(
     stale = [originals[key] for key in foreign if key in originals and key not in known]
     if stale:
         return StaleParameter(
-            f"{when}: the optimizer holds {_some(stale)} as before placement, which made new parameters: it "
+            f"{when}: the optimizer holds {some(stale)} as before placement, which made new parameters: it "
             f"would train nothing. It was built too early; {_HOW}",
             stale,
         )
     replaced = [known[key] for key in foreign if key in known]
     if replaced:
         return ReplacedParameter(
-            f"{when}: {_some(replaced)} of the model was replaced or removed since the optimizer was built, which "
-            "holds the earlier object: what stands there now would never train. Change a parameter's values "
-            "in place (`with torch.no_grad(): parameter.copy_(...)`); to train other parameters, start a new run",
+            f"{when}: {some(replaced)} of the model was replaced or removed since the optimizer was built, "
+            "which holds the earlier object: what stands there now would never train. Change a parameter's "
+            "values in place (`with torch.no_grad(): parameter.copy_(...)`); to train other parameters, "
+            "start a new run",
             replaced,
         )
     copied = _copied(held, foreign, model)
-    what = f"what looks like copies of {_some(copied)}" if copied else "parameters of something else"
+    what = f"what looks like copies of {some(copied)}" if copied else "parameters of something else"
     return ForeignParameter(
-        f"{when}: the optimizer holds {what}, at {_some(foreign.values())}: the model that is trained does not "
-        f"have them; {_HOW}",
+        f"{when}: the optimizer holds {what}, at {some(foreign.values())}: the model that is trained does "
+        f"not have them; {_HOW}",
         copied or list(foreign.values()),
     )
 
@@ -147,8 +148,8 @@ def _of_foreign(
 def _warn_of_frozen(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
-            f"the optimizer holds frozen parameters (requires_grad=False), which it will not change: {_some(names)}. "
-            "Leave them out of its groups, or unfreeze them before it is built",
+            "the optimizer holds frozen parameters (requires_grad=False), which it will not change: "
+            f"{some(names)}. Leave them out of its groups, or unfreeze them before it is built",
             FrozenParameterWarning,
             stacklevel=2,
         )
@@ -186,17 +187,20 @@ def as_optimizers(built: Any) -> tuple[Optimizer, ...]:
     bad = [o for o in found if not isinstance(o, Optimizer)]
     if bad or not found:
         what = "None: is a `return` missing?" if built is None else _kinds(built)
-        raise TaskError(f"the task's optimizer function must return a torch.optim.Optimizer, and returned {what}")
+        raise TaskError(
+            f"the task's optimizer function must return a torch.optim.Optimizer, and returned {what}"
+        )
     if len(found) > 1:
         raise TaskError(
-            f"the task's optimizer function returned {_kinds(built)}; the step drives one optimizer: put their "
-            "parameters into groups of one"
+            f"the task's optimizer function returned {_kinds(built)}; the step drives one optimizer: put "
+            "their parameters into groups of one"
         )
     needed = required(found[0].step)
     if needed:
         raise TaskError(
-            f"{type(found[0]).__name__}.step() needs {', '.join(needed)}: it evaluates the loss several times for "
-            "one update, and the step takes one forward and one backward pass; use another optimizer"
+            f"{type(found[0]).__name__}.step() needs {', '.join(needed)}: it evaluates the loss several "
+            "times for one update, and the step takes one forward and one backward pass; use another "
+            "optimizer"
         )
     return found
 
@@ -213,18 +217,20 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     """
     if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
         what = "None: is a `return` missing?" if scheduler is None else type(scheduler).__name__
-        raise TaskError(f"the task's scheduler function must return a learning rate scheduler, and returned {what}")
+        raise TaskError(
+            f"the task's scheduler function must return a learning rate scheduler, and returned {what}"
+        )
     theirs = getattr(scheduler, "optimizer", optimizer)
     if theirs is not optimizer:
         raise TaskError(
-            "the scheduler moves the learning rate of another optimizer: build it from the one that the task's "
-            "`scheduler` function is given"
+            "the scheduler moves the learning rate of another optimizer: build it from the one that the "
+            "task's `scheduler` function is given"
         )
     needed = required(scheduler.step)
     if needed:
         raise TaskError(
-            f"{type(scheduler).__name__}.step() needs {', '.join(needed)}, which is not known where schedulers "
-            "move; use one that follows the number of steps or epochs"
+            f"{type(scheduler).__name__}.step() needs {', '.join(needed)}, which is not known where "
+            "schedulers move; use one that follows the number of steps or epochs"
         )
 
 
@@ -253,7 +259,8 @@ def check_state(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
     """
     wrong: dict[str, str] = {}
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        states: dict[Any, Any] = optimizer.state
+        for parameter, state in states.items():
             if not isinstance(parameter, torch.Tensor) or not isinstance(state, Mapping):
                 continue  # an optimizer's own book-keeping, which is not a parameter's
             for key, value in state.items():
@@ -262,8 +269,8 @@ def check_state(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
                     wrong[name] = f"{name} ({key} on {value.device}, the parameter on {parameter.device})"
     if wrong:
         raise MisplacedState(
-            f"optimizer state stands on another device than its parameter: {_some(wrong.values())}. Load or make "
-            "state after the model is placed",
+            f"optimizer state stands on another device than its parameter: {some(wrong.values())}. Load or "
+            "make state after the model is placed",
             list(wrong),
         )
 
@@ -288,8 +295,8 @@ def check_ties(model: nn.Module, ties: Sequence[frozenset[str]]) -> None:
     for group in ties:
         if len({id(now[name]) for name in group if name in now}) > 1:
             raise BrokenTie(
-                f"{_some(sorted(group))} were one parameter when the model was placed, and are separate now: each "
-                "would train apart. Keep them tied, or untie them before the run",
+                f"{some(sorted(group))} were one parameter when the model was placed, and are separate now: "
+                "each would train apart. Keep them tied, or untie them before the run",
                 sorted(group),
             )
 
@@ -305,7 +312,8 @@ def check_loss(loss: Any) -> None:
         raise LossError(f"the loss must be a scalar tensor, and is {type(loss).__name__}: {hint}")
     if loss.numel() != 1 or loss.ndim:
         raise LossError(
-            f"the loss must be a scalar, and has shape {list(loss.shape)}: reduce it, by `.mean()` for instance"
+            f"the loss must be a scalar, and has shape {list(loss.shape)}: reduce it, by `.mean()` for "
+            "instance"
         )
     if not loss.requires_grad:
         raise LossError(
@@ -341,15 +349,15 @@ def check_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[
             without += empty
             if params and len(empty) == len(params):
                 raise NoGradient(
-                    f"no parameter of optimizer {i}, group {j} received a gradient in the first backward pass: "
-                    f"{_some(empty)}. The loss is not connected to them: it was computed from something else "
-                    "(another model?), or the graph was cut (`detach`, `no_grad`, `.data`)",
+                    f"no parameter of optimizer {i}, group {j} received a gradient in the first backward "
+                    f"pass: {some(empty)}. The loss is not connected to them: it was computed from "
+                    "something else (another model?), or the graph was cut (`detach`, `no_grad`, `.data`)",
                     empty,
                 )
     if without:
         warnings.warn(
             f"{len(without)} of {trainable} trainable parameters received no gradient in the first step: "
-            f"{_some(without)}. If they are not meant to be used, leave them out or freeze them",
+            f"{some(without)}. If they are not meant to be used, leave them out or freeze them",
             UnusedParameterWarning,
             stacklevel=2,
         )
@@ -385,7 +393,7 @@ def changed(before: Mapping[str, torch.Tensor], model: nn.Module) -> tuple[int, 
     return len(before) - same, len(before)
 
 
-def _some(names: Any, limit: int = 5) -> str:
+def some(names: Any, limit: int = 5) -> str:
     """At most `limit` names, and how many more there are."""
     names = [str(name) for name in names]
     more = f" and {len(names) - limit} more" if len(names) > limit else ""

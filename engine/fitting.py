@@ -8,8 +8,9 @@ import signal
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from interlock.specs import Spec
 from interlock.specs.journal import Replay, read_journal, replay
 
 from .choices import UsageError
@@ -18,6 +19,7 @@ from .journal import refuse_unwritable
 from .loading import task_from
 from .messages import describe, say, warn
 from .signals import Signals, Terminated
+from .summary import as_data, show
 
 if TYPE_CHECKING:
     from .outcome import Outcome
@@ -35,24 +37,28 @@ def run_fit(options: Namespace) -> int:
     _refuse_bad_targets(options)
     with Signals() as signals:
         try:
-            outcome = _carry_out(options, signals)
+            outcome, spec = _carry_out(options, signals)
         except (KeyboardInterrupt, Terminated):
             # Before the run began: there is nothing to report.
             warn("interlock: interrupted before the run began; nothing was started")
             return 128 + (signals.received or signal.SIGINT)
-    found, problems = _afterwards(options, outcome)
+    found, problems = _afterwards(options, outcome, spec)
     if options.json:
-        say(json.dumps(_data(options, outcome, found), indent=1))
+        say(json.dumps(as_data(outcome, options.journal, options.drawing, found), indent=1, default=str))
     else:
-        from .summary import show
-
         show(outcome, _files(options, found))
     if outcome.error is not None and not isinstance(outcome.error, (KeyboardInterrupt, Terminated)):
         warn(describe(outcome.error))
     for problem in problems:
         warn(f"error: {problem}")
+    return _status(outcome, signals, problems)
+
+
+def _status(outcome: Outcome, signals: Signals, problems: list[str]) -> int:
     if signals.received is not None:
         return 128 + signals.received
+    if isinstance(outcome.error, KeyboardInterrupt):  # the task's own
+        return 128 + signal.SIGINT
     return 0 if outcome.ok and not problems else 1
 
 
@@ -71,14 +77,16 @@ def _refuse_bad_targets(options: Namespace) -> None:
     if kind not in ("mermaid", "dot", "svg"):
         raise UsageError(f"'{drawing}': a run's path can be drawn as .svg, .dot or .mmd")
     if drawing.is_dir() or not drawing.parent.is_dir() or not os.access(drawing.parent, os.W_OK):
-        raise UsageError(f"'{drawing}' cannot be written: it is a folder, or its folder is missing or protected")
+        raise UsageError(
+            f"'{drawing}' cannot be written: it is a folder, or its folder is missing or protected"
+        )
     if kind == "svg":
         from interlock.specs.svg import lay_out
 
         lay_out("digraph {}")
 
 
-def _carry_out(options: Namespace, signals: Signals) -> Outcome:
+def _carry_out(options: Namespace, signals: Signals) -> tuple[Outcome, Spec]:
     from .engine import Engine
     from .session import carry_out
 
@@ -94,13 +102,13 @@ def _carry_out(options: Namespace, signals: Signals) -> Outcome:
     signals.watch(engine.life.spec)
     with task_from(options.task) as task:
         # As `Engine.fit` does; but here the outcome of a run that failed is wanted, too.
-        return carry_out(engine._session(task, engine._data(task, None, None), options.epochs))
+        session = engine._session(task, engine._data(task, None, None), options.epochs)
+        return carry_out(session), engine.life.spec
 
 
-def _afterwards(options: Namespace, outcome: Outcome) -> tuple[Replay | None, list[str]]:
+def _afterwards(options: Namespace, outcome: Outcome, spec: Spec) -> tuple[Replay | None, list[str]]:
     """Replay the journal, and draw the path: the replay's result, and what went wrong in this."""
     found, problems = None, []
-    spec = _spec_of(outcome)
     if options.journal is not None:
         try:
             found = replay(read_journal(options.journal), spec)

@@ -32,7 +32,9 @@ def run_graph(options: Namespace) -> int:
     if file is not None:
         given = [f"--{n}" for n in ("backend", "spec", "trace", "format", "output") if getattr(options, n)]
         if given:
-            raise UsageError(f"{', '.join(given)}: a drawing in a file says itself how it was made; leave this out")
+            raise UsageError(
+                f"{', '.join(given)}: a drawing in a file says itself how it was made; leave this out"
+            )
         return _compare(file) if options.check else _renew(file)
     kind = _format(options)
     spec, path = composed(options.spec or SPECS["training"].name, options.backend), None

@@ -48,8 +48,8 @@ class _Handle:
     def _check(self, what: str) -> None:
         if self._session.outcome is not None:
             raise StaleHandle(
-                f"'{what}' on the handle of phase '{self._phase}': the run is closed. A run is single-use; open "
-                "another one with `engine.open(task)`"
+                f"'{what}' on the handle of phase '{self._phase}': the run is closed. A run is single-use; "
+                "open another one with `engine.open(task)`"
             )
         if not self._current:
             raise StaleHandle(

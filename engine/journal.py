@@ -107,7 +107,9 @@ class JournalWriter:
         try:
             self._catch_up()
             if lost:
-                text = f"{lost} event(s) are not in this journal: writing was too slow; no transition is missing"
+                text = (
+                    f"{lost} event(s) are not in this journal: writing was too slow; no transition is missing"
+                )
                 self._write(lines.record("note", text=text, lost=lost))
         finally:
             self._close()
@@ -158,9 +160,13 @@ def refuse_unwritable(path: str | Path) -> None:
         raise _unwritable(path, error) from error
     if kind is None:
         if not path.parent.is_dir():
-            raise JournalError(str(path), 0, f"there is no folder '{path.parent}': make it, or choose another file")
+            raise JournalError(
+                str(path), 0, f"there is no folder '{path.parent}': make it, or choose another file"
+            )
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise JournalError(str(path), 0, f"the folder '{path.parent}' cannot be written to: choose another file")
+            raise JournalError(
+                str(path), 0, f"the folder '{path.parent}' cannot be written to: choose another file"
+            )
         return
     if stat.S_ISDIR(kind):
         raise JournalError(str(path), 0, "it is a folder: name a file in it")
@@ -209,7 +215,9 @@ def _lock(file: int, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise JournalError(str(path), 0, "another run is writing it: give each run a file of its own") from None
+        raise JournalError(
+            str(path), 0, "another run is writing it: give each run a file of its own"
+        ) from None
     except OSError:
         return  # a file system without locks
 
@@ -220,5 +228,6 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> JournalError:
-    return JournalError(str(path), 0, f"it cannot be written ({error.strerror or error}): choose another file")
-
+    return JournalError(
+        str(path), 0, f"it cannot be written ({error.strerror or error}): choose another file"
+    )

@@ -120,8 +120,7 @@ def _raised(place: str, error: BaseException) -> LoadError:
 
 
 def _from_file(file: Path) -> ModuleType:
-    """Import a file under its own name, so that what it defines can be pickled; or under another
-    one where that is taken."""
+    """Import a file under its own name, so that what it defines can be pickled, unless that is taken."""
     name = file.stem
     if not name.isidentifier() or name in sys.modules or name in sys.stdlib_module_names:
         name = f"interlock_task_{''.join(c if c.isalnum() else '_' for c in name)}"
@@ -169,7 +168,9 @@ def _as_kind(found: Any, reference: str, kind: type[Any]) -> Any:
     try:
         made = found()
     except Exception as error:
-        raise LoadError(f"'{reference}' was called to get a {word}, and raised {type(error).__name__}") from error
+        raise LoadError(
+            f"'{reference}' was called to get a {word}, and raised {type(error).__name__}"
+        ) from error
     if not isinstance(made, kind):
         raise LoadError(f"'{reference}' returned {type(made).__name__}, and must return a {word}")
     return made

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -107,7 +107,7 @@ def note_batch(error: Exception, where: str, batch: Any) -> None:
 def _no_batch(kind: str, batches: Any, epoch: int) -> DataError:
     """The error for data that gave no batch, saying why as far as that can be seen."""
     told = f"the {kind} data, a {type(batches).__name__}, gave no batch in epoch {epoch + 1}"
-    if iter(batches) is batches:
+    if isinstance(batches, Iterator):
         return DataError(
             f"{told}: it is an iterator, which can be gone through once, and is used up. Pass something that "
             "starts anew for each epoch: a list, a DataLoader, or an object whose __iter__ is a generator"
@@ -194,7 +194,9 @@ def evaluate(
 
 def _named(values: Any) -> Iterable[tuple[str, Any]]:
     if not isinstance(values, Mapping):
-        raise TaskError(f"metrics must return a dictionary of named scalars, and returned {type(values).__name__}")
+        raise TaskError(
+            f"metrics must return a dictionary of named scalars, and returned {type(values).__name__}"
+        )
     return values.items()
 
 
@@ -225,7 +227,9 @@ class Means:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().reshape(())
         elif not isinstance(value, (int, float)):
-            what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            what = (
+                f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            )
             raise TaskError(f"'{name}' must be a number or a scalar tensor in validation, and is {what}")
         if weight:
             self._values.setdefault(name, []).append(value)
@@ -238,7 +242,9 @@ class Means:
             DataError: There is none: all batches were without samples.
         """
         if not self._values:
-            raise DataError("no batch of the validation data has any sample, by `batch_size` or its first tensor")
+            raise DataError(
+                "no batch of the validation data has any sample, by `batch_size` or its first tensor"
+            )
         found = {}
         for name, values in self._values.items():
             weights = self._weights[name]
@@ -250,7 +256,7 @@ class Means:
 def _read(values: list[Any]) -> list[Any]:
     """Scalars as numbers; those on a device are read in one go."""
     if all(isinstance(value, torch.Tensor) for value in values):
-        return torch.stack(values).tolist()  # type: ignore[no-any-return]
+        values = torch.stack(values).tolist()
     return values
 
 

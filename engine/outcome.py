@@ -12,10 +12,9 @@ from .events import Report
 from .evidence import Failure
 
 if TYPE_CHECKING:
+    from interlock.backends.adapter import Leftover
     from torch import nn
     from torch.optim import Optimizer
-
-    from interlock.backends.adapter import Leftover
 
 StatusName = Literal["finished", "stopped", "failed", "cancelled"]
 
@@ -111,4 +110,6 @@ class Outcome:
         return spent
 
     def __repr__(self) -> str:
-        return f"<Outcome {self.status}, {self.verdict}, {self.steps} steps, residue {self.residue.bytes} bytes>"
+        return (
+            f"<Outcome {self.status}, {self.verdict}, {self.steps} steps, residue {self.residue.bytes} bytes>"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -44,7 +45,8 @@ class Progress:
     def __init__(self, session: Session, epochs: int) -> None:
         self.epochs = epochs
         self.position = session.position
-        self.per_epoch = _length(session)
+        self.per_epoch = _length(session) or None
+        self._validates = session._data is not None and session._data.validate is not None
         self.phase = session.driver.phase
         self.metrics: dict[str, float] = {}
         self.status = ""
@@ -54,20 +56,24 @@ class Progress:
         self._live = _live(self.render)
         self._in_lines = self._live is None
         self._stream: TextIO = sys.stdout if _in_notebook() else sys.stderr
+        self._over = threading.Event()
+        self._drawer: threading.Thread | None = None
         if self._live is not None:
             # A program that ends in mid-run must not leave a terminal without a cursor.
             atexit.register(self.stop)
-            self._live.start()
+            self._live.start(refresh=True)
+            self._drawer = threading.Thread(target=self._draw, name="interlock progress", daemon=True)
+            self._drawer.start()
 
     def __call__(self, event: Event) -> None:
         """Take note of an event, and write a line if one is due and this is no terminal."""
         match event:
             case PhaseChanged(phase=phase):
                 self.phase = phase
-            case Report(metrics=metrics):
-                self.metrics.update(metrics)
+            case Report():
+                self.metrics.update(event.metrics)
                 if self._in_lines:
-                    self._tell(metrics)
+                    self._tell(event)
             case Closed(status=status):
                 self.status = status
                 self.stop()
@@ -81,9 +87,20 @@ class Progress:
     def stop(self) -> None:
         """Draw a last time and give the terminal back. Idempotent."""
         live, self._live = self._live, None  # which holds this object: a cycle otherwise
-        if live is not None:
-            atexit.unregister(self.stop)
-            live.stop()
+        drawer, self._drawer = self._drawer, None
+        if live is None:
+            return
+        atexit.unregister(self.stop)
+        self._over.set()
+        if drawer is not None:
+            drawer.join()
+        live.stop()
+
+    def _draw(self) -> None:
+        # Not rich's own thread, which nobody waits for.
+        live = self._live
+        while live is not None and not self._over.wait(1 / FRAMES):
+            live.refresh()
 
     def rate(self) -> float:
         """Steps per second, lately."""
@@ -106,9 +123,9 @@ class Progress:
         step = self.position.step
         total = self.per_epoch * self.epochs if self.per_epoch else None
         going = not self.status
-        bar = ProgressBar(total=total, completed=step, width=24, pulse=going and total is None)
+        bar = ProgressBar(total=total, completed=step, width=12, pulse=going and total is None)
         row = Table.grid(padding=(0, 1))
-        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True, min_width=12)
         row.add_column(no_wrap=True, overflow="ellipsis")
         row.add_row(bar, Text("  ".join(self._parts(step, total)), no_wrap=True, overflow="ellipsis"))
         return row
@@ -126,16 +143,19 @@ class Progress:
 
     # -- elsewhere ------------------------------------------------------------------------------------
 
-    def _tell(self, metrics: Mapping[str, float]) -> None:
-        now, step = time.monotonic(), self.position.step
-        end_of_epoch = bool(self.per_epoch) and step % (self.per_epoch or 1) == 0
-        validated = any(name.startswith("val_") for name in metrics)
-        if validated or end_of_epoch or now - self._told >= EVERY:
+    def _tell(self, report: Report) -> None:
+        """A line at the end of an epoch (after its validation, if it has one), or if it is time for one."""
+        now = time.monotonic()
+        if self._validates:
+            end_of_epoch = any(name.startswith("val_") for name in report.metrics)
+        else:
+            end_of_epoch = self.per_epoch is not None and report.step % self.per_epoch == 0
+        if end_of_epoch or now - self._told >= EVERY:
             self._told = now
-            numbers = ", ".join(_numbers(metrics))
             of = f"/{self.per_epoch * self.epochs}" if self.per_epoch else ""
-            epoch = f"epoch {self.position.epoch + 1}/{self.epochs}"
-            self._line(f"{epoch}, step {step}{of}, {_short(self.rate())}/s: {numbers}")
+            epoch = f"epoch {report.epoch + 1}/{self.epochs}"
+            numbers = ", ".join(_numbers(self.metrics))
+            self._line(f"{epoch}, step {report.step}{of}, {_short(self.rate())} steps/s: {numbers}")
 
     def _line(self, text: str) -> None:
         self._stream.write(f"interlock: {text}\n")
@@ -156,7 +176,7 @@ def _live(render: Any) -> Live | None:
     return Live(
         console=console,
         get_renderable=render,
-        refresh_per_second=FRAMES,
+        auto_refresh=False,
         # What the task prints then appears above the bar; a redirected stream is left alone.
         redirect_stdout=_is_terminal(sys.stdout),
     )
@@ -186,11 +206,11 @@ def _length(session: Session) -> int | None:
 
 
 def _numbers(metrics: Mapping[str, float]) -> list[str]:
-    return [f"{name} {value:.4g}" for name, value in metrics.items()]
+    return [f"{name} {value:.3g}" for name, value in metrics.items()]
 
 
 def _short(rate: float) -> str:
-    return f"{rate:.0f} steps" if rate >= 10 else f"{rate:.1f} steps"
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
 
 
 def _clock(seconds: float) -> str:

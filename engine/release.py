@@ -8,7 +8,7 @@ that comes too late cannot touch anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class ReleaseStack:
         self._deadline = deadline
         self._threaded = threaded
         self._releases: dict[str, Release] = {}
+        self._carried_out: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,10 +58,14 @@ class ReleaseStack:
 
     def push(self, name: str, release: Release) -> None:
         """Register the release of a resource that is about to be acquired (again: no effect)."""
+        self._carried_out.discard(name)
         self._releases.setdefault(name, release)
 
     def release(self, name: str, how: Release | None = None) -> None:
-        """Carry out the release of one resource; it leaves the stack only if that succeeds.
+        """Carry out the release of one resource. It stays on the stack until `drop`.
+
+        Once it has been carried out, a further call does nothing: an interrupt may land between
+        the release and the transition that says so, and then the release is asked for again.
 
         Args:
             name: The resource.
@@ -74,20 +79,30 @@ class ReleaseStack:
         registered = self._releases.get(name)
         if registered is None:
             raise MissingRelease(f"no release is registered for '{name}'; held: {list(self._releases)}")
+        if name in self._carried_out:
+            return
         release = how or registered
         if self._threaded and release.copy is not _nothing:
             payload = bounded(release.copy, self._deadline, release.what)
         else:
             payload = release.copy()
         release.commit(payload)
-        self._releases.pop(name, None)
+        self._carried_out.add(name)
+
+    def drop(self, name: str) -> None:
+        """The resource has ended, by the spec's account: it leaves the stack if it was released."""
+        if name in self._carried_out:
+            self._releases.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Give a resource up: it leaves the stack, and the host's references to it are dropped."""
-        release = self._releases.pop(name, None)
-        if release is not None:
+        """Give a resource up: the host's references to it are dropped, and it leaves the stack."""
+        release = self._releases.get(name)
+        if release is None:
+            return
+        try:
             release.forget()
-
-    def missing(self, wanted: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of the wanted names that are not on the stack."""
-        return tuple(name for name in wanted if name not in self._releases)
+        except Exception:
+            # It would fail for ever. After an interrupt it stays, and is tried again.
+            self._releases.pop(name, None)
+            raise
+        self._releases.pop(name, None)

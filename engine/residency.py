@@ -12,17 +12,20 @@ deadline; commits are assignments on the host, and can be repeated after an inte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from interlock.backends.adapter import Adapter
 from torch import nn
 from torch.optim import Optimizer
 
-from interlock.backends.adapter import Adapter
-
-from .batches import convert, tensors
+from .batches import Function, replace_in, tensors
+from .errors import RunInUse
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,47 @@ def slots(model: nn.Module) -> Iterator[Slot]:
                 yield Slot(module, attribute, "__dict__", dot + attribute)
 
 
+_claims: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
+_claiming = threading.Lock()
+
+
+def claim(model: nn.Module, run: object) -> None:
+    """Take a model, with all its submodules, for one run.
+
+    Args:
+        model: On the host.
+        run: Stands for the run; `unclaim` takes the same object.
+
+    Raises:
+        RunInUse: A part of it is in another run. Nothing has been taken.
+    """
+    with _claiming:
+        taken = [name for name, module in model.named_modules() if _claims.get(module, run) is not run]
+        if taken:
+            part = f"its module '{taken[0]}'" if taken[0] else "it"
+            raise RunInUse(
+                f"the model cannot be placed: {part} is in another run, which has not closed, and both "
+                "would move and change the same parameters. Wait for the other run, or let each build a "
+                "model of its own: pass the function that builds it as `model=`"
+            )
+        for module in model.modules():
+            _claims[module] = run
+
+
+def unclaim(run: object) -> None:
+    """Let go of what `run` has claimed; nothing happens if that is nothing."""
+    with _claiming:
+        for module in [module for module, owner in _claims.items() if owner is run]:
+            del _claims[module]
+
+
 class Registry:
     """The tensors of one run.
+
+    Attributes:
+        optimizers: As soon as there are any.
+        ties: Groups of names that were one tensor before placement.
+        identity_lost: Names at which another object stands after homecoming than before the run.
 
     Args:
         model: On the host, before placement.
@@ -87,6 +129,7 @@ class Registry:
         self._originals = {slot.name: slot.value for slot in self._tensors_of(model)}
         self._home: dict[int, torch.Tensor] = {}
         self._placed: list[torch.Tensor] = []
+        self._recognised = False
         self.ties = _ties(self._originals)
 
     @staticmethod
@@ -94,23 +137,35 @@ class Registry:
         return (slot for slot in slots(model) if slot.table != "__dict__")
 
     def after_placement(self) -> None:
-        """Tie again what was tied, and note which new object stands for which original one."""
+        """Tie again what was tied, and note which new object stands for which original one.
+
+        Plain attributes follow: a list of the model's parameters holds the placed ones meanwhile.
+        """
+        instead: dict[int, torch.Tensor] = {}
+        separate: list[torch.Tensor] = []  # kept alive, so that no other tensor gets one of their ids
         for group in self.ties:
             first = None
             for slot in self._tensors_of(self.model):
                 if slot.name in group:
                     first = slot.value if first is None else first
-                    slot.put(first)
+                    if slot.value is not first:
+                        separate.append(slot.value)
+                        instead[id(slot.value)] = first
+                        slot.put(first)
+        self._recognise()
+        instead |= {id(self._home[id(placed)]): placed for placed in self._placed}
+        self._replace_in_attributes(lambda tensor: instead.get(id(tensor), tensor))
+
+    def _recognise(self) -> None:
+        """Note what stands for which original; also after a placement that was cut short."""
+        if self._recognised:
+            return
         for slot in self._tensors_of(self.model):
             original = self._originals.get(slot.name)
-            if original is not None and slot.value is not original:
+            if original is not None and slot.value is not original and id(slot.value) not in self._home:
                 self._home[id(slot.value)] = original
                 self._placed.append(slot.value)
-
-    @property
-    def replaced(self) -> dict[int, torch.Tensor]:
-        """id of a placed tensor -> the original that it stands for (only where they differ)."""
-        return self._home
+        self._recognised = True
 
     def original_names(self) -> dict[int, str]:
         """id of an original tensor -> its name, for recognising optimizers built too early."""
@@ -129,60 +184,73 @@ class Registry:
 
     def commit_model(self, copies: dict[int, torch.Tensor]) -> None:
         """Let the copies take the place of what stands on the device, in the original objects."""
+        self._recognise()
         targets: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            for slot in list(slots(self.model)):
+            for slot in list(self._tensors_of(self.model)):
                 here = slot.value
-                if slot.table == "__dict__":
-                    if copies:
-                        slot.put(convert(here, lambda t: copies.get(id(t), t)))
-                    continue
                 target = targets.get(id(here))
                 if target is None:
                     target = targets[id(here)] = self._settle(slot, here, copies.get(id(here)))
                 if target is not here:
                     slot.put(target)
-        self._rebind(targets)
-        self._forget_placed()
+        self._go_home({**copies, **self._home, **targets})
 
     def _settle(self, slot: Slot, here: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
         """The object that stands at home for `here`, with its values."""
         target = self._home.get(id(here), here)
         here.grad = None
+        if target is here and not here.is_leaf:
+            # Computed in the run, and stored: its graph holds other tensors, and must not stay.
+            return here.detach() if copy is None else copy
         if copy is None:
             copy = here.data if target is not here else None
         if copy is not None:
             try:
                 target.data = copy
             except RuntimeError:
-                # Another dtype or layout than the original's: it cannot hold these values.
+                # Another layout than the original's (sparse, for instance): it cannot hold these values.
                 target = nn.Parameter(copy, here.requires_grad) if slot.table == "_parameters" else copy
-                self.identity_lost.append(slot.name)
         target.grad = None
         if isinstance(here, nn.Parameter) and target.is_leaf:
             target.requires_grad_(here.requires_grad)
         return target
 
-    def _rebind(self, targets: dict[int, torch.Tensor]) -> None:
+    def _go_home(self, targets: Mapping[int, torch.Tensor]) -> None:
+        """What refers to the placed tensors from elsewhere follows; then they are forgotten."""
+        self._replace_in_attributes(lambda tensor: targets.get(id(tensor), tensor))
         for optimizer in self.optimizers:
             rebind(optimizer, targets)
+        self._forget_placed()
+
+    def _replace_in_attributes(self, function: Function) -> None:
+        for slot in list(slots(self.model)):
+            if slot.table == "__dict__":
+                here = slot.value
+                new = replace_in(here, function)
+                if new is not here:
+                    slot.put(new)
 
     def discard_model(self) -> None:
         """Drop the model's device memory without copying it."""
+        self._recognise()
         with torch.no_grad():
-            for slot in list(slots(self.model)):
+            for slot in list(self._tensors_of(self.model)):
                 here = slot.value
-                if slot.table == "__dict__":
-                    slot.put(convert(here, lambda t: torch.empty(0) if self._adapter.resident(t) else t))
+                home = self._home.get(id(here))
+                if home is not None:
+                    slot.put(home)
                 elif self._adapter.resident(here):
                     here.grad = None
-                    home = self._home.get(id(here))
-                    if home is None:
+                    if here.is_leaf:
                         here.data = torch.empty(0, dtype=here.dtype)
                     else:
-                        slot.put(home)
-        self._rebind(dict(self._home))
-        self._forget_placed()
+                        slot.put(self._emptied(here))
+        self._go_home(dict(self._home))
+        self._replace_in_attributes(self._emptied)
+
+    def _emptied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, dtype=tensor.dtype) if self._adapter.resident(tensor) else tensor
 
     def keep_model(self) -> None:
         """Leave the model where it stands; only the registry's own references go."""
@@ -191,6 +259,10 @@ class Registry:
         self._forget_placed()
 
     def _forget_placed(self) -> None:
+        here = {slot.name: slot.value for slot in self._tensors_of(self.model)}
+        self.identity_lost += [
+            name for name, original in self._originals.items() if here.get(name) is not original
+        ]
         self._home.clear()
         self._placed.clear()
         self._originals.clear()
@@ -208,20 +280,19 @@ class Registry:
     def commit_state(self, copies: dict[int, torch.Tensor]) -> None:
         """Let the copies take the place of the state on the device; drop all gradients."""
         for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                _replace_values(state, copies)
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-                _replace_values(group, copies, but="params")
+            _replace_in_optimizer(optimizer, lambda tensor: copies.get(id(tensor), tensor))
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
+        """All tensors that an optimizer holds, but for the parameters: these are the model's."""
         for optimizer in self.optimizers:
-            yield from tensors(list(optimizer.state.values()))
-            for group in optimizer.param_groups:
-                yield from tensors({k: v for k, v in group.items() if k != "params"})
+            mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            parts = [*optimizer.state.values(), *optimizer.param_groups, *_others(optimizer).values()]
+            yield from (tensor for tensor in tensors(parts) if id(tensor) not in mine)
 
     def forget_state(self) -> None:
         """Drop the host's references to state and gradients, for a device that cannot be touched."""
@@ -231,14 +302,14 @@ class Registry:
 
     def forget_model(self) -> None:
         """Put the originals back where placement replaced them, without touching the device."""
+        self._recognise()
         for slot in list(self._tensors_of(self.model)):
             here = slot.value
             here.grad = None
             home = self._home.get(id(here))
             if home is not None:
                 slot.put(home)
-        self._rebind(dict(self._home))
-        self._forget_placed()
+        self._go_home(dict(self._home))
 
     # -- what is left -------------------------------------------------------------------------
 
@@ -253,26 +324,38 @@ class Registry:
                 yield "optimizer.state", tensor
 
 
-def rebind(optimizer: Optimizer, targets: dict[int, torch.Tensor]) -> None:
+def _others(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps beside state and groups: `defaults`, and perhaps more."""
+    return {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+
+
+def _replace_in_optimizer(optimizer: Optimizer, function: Function) -> None:
+    """Replace tensors wherever an optimizer keeps them, but as keys of its state."""
+    replace_in(optimizer.state, function)
+    replace_in(optimizer.param_groups, function)
+    for name, value in _others(optimizer).items():
+        new = replace_in(value, function)
+        if new is not value:
+            setattr(optimizer, name, new)
+
+
+def rebind(optimizer: Optimizer, targets: Mapping[int, torch.Tensor]) -> None:
     """Let an optimizer hold other objects for its parameters: groups, and the keys of its state.
 
     Args:
-        optimizer: Changed in place.
+        optimizer: Changed in place. It can be repeated after an interrupt.
         targets: id of a parameter held now -> the parameter to hold instead.
     """
-    for group in optimizer.param_groups:
-        group["params"] = [targets.get(id(p), p) for p in group["params"]]
-    moved = {targets.get(id(p), p): state for p, state in optimizer.state.items()}
-    optimizer.state.clear()
-    optimizer.state.update(moved)
 
+    def swap(tensor: torch.Tensor) -> torch.Tensor:
+        return targets.get(id(tensor), tensor)
 
-def _replace_values(mapping: Any, copies: dict[int, torch.Tensor], but: str = "") -> None:
-    for key, value in mapping.items():
-        if key != but:
-            new = convert(value, lambda t: copies.get(id(t), t))
-            if new is not value:
-                mapping[key] = new
+    state: dict[Any, Any] = optimizer.state  # some optimizers have keys that are no tensors
+    keys = [swap(key) if isinstance(key, torch.Tensor) else key for key in state]
+    if any(new is not old for new, old in zip(keys, state, strict=True)):
+        # One assignment: an interrupt finds the state whole, under the old keys or under the new ones.
+        optimizer.state = defaultdict(dict, zip(keys, state.values(), strict=True))
+    _replace_in_optimizer(optimizer, swap)
 
 
 def _ties(originals: dict[str, torch.Tensor]) -> tuple[frozenset[str], ...]:

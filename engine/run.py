@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from interlock.specs import Entry
@@ -16,6 +18,7 @@ from interlock.specs import Entry
 from .deadline import stack_of
 from .errors import NotFinished, RunInUse
 from .events import Observer, Subscription
+from .evidence import raise_again
 from .outcome import Outcome
 from .session import Session, carry_out
 
@@ -64,6 +67,7 @@ class Run:
         self._bus = session.bus
         self._outcome: Outcome | None = None
         self._closed = threading.Event()
+        self._waiting: list[Callable[[], object]] = []
         self._worker: int | None = None
         context = contextvars.copy_context()
         self._thread = threading.Thread(
@@ -76,18 +80,31 @@ class Run:
         if not _hooked:
             _hooked = True
             atexit.register(_end_all)
+            # The threads of its runs do not exist in a forked child: it must not wait for them.
+            os.register_at_fork(after_in_child=_live.clear)
         _live.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException as error:
+            # There is no thread to be had: the run closes here, before anything was taken.
+            _live.discard(self)
+            if self._session is not None:
+                self._session.conclude(error)
+            raise
         return self
 
     def _work(self) -> None:
         self._worker = threading.get_ident()
         session, self._session = self._session, None
-        if session is not None:
-            self._outcome = carry_out(session)
-        del session
-        _live.discard(self)
-        self._closed.set()
+        try:
+            if session is not None:
+                self._outcome = carry_out(session)
+        finally:
+            del session
+            _live.discard(self)
+            self._closed.set()
+            while self._waiting:
+                self._waiting.pop()()
 
     # -- what it is doing ---------------------------------------------------------------------
 
@@ -180,9 +197,15 @@ class Run:
             NotFinished: The time passed.
         """
         outcome = self.wait(timeout)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome
+        if outcome.error is None:
+            return outcome
+        error = outcome.error
+        # The caller may keep the error, and with it this frame: it must not hold the run.
+        del outcome, self
+        try:
+            raise_again(error)
+        finally:
+            del error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """The error that ended it, or `None`. Waits as `wait` does."""
@@ -191,7 +214,20 @@ class Run:
     def __await__(self) -> Generator[object, None, Outcome]:
         import asyncio
 
-        return asyncio.to_thread(self.wait).__await__()
+        loop = asyncio.get_running_loop()
+        closed = asyncio.Event()
+
+        def wake() -> None:
+            # The loop may be closed by now: then nobody waits any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(closed.set)
+
+        self._waiting.append(wake)
+        if self._closed.is_set():
+            closed.set()
+        # No thread waits: whoever gives up waiting, or ends the loop, is not held up by the run.
+        yield from closed.wait().__await__()
+        return self.wait()
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self.phase}, {self.step} steps>"

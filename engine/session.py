@@ -7,17 +7,19 @@ spec, which the driver follows; what is done in each is in `work.py`.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from interlock.specs import Entry, Lifecycle, Status
 
-from .driver import Driver, Position
-from .errors import Cancelled, DeadlinePassed, InterlockError, RunInUse, TaskError
+from .driver import PATIENCE, Driver, Position
+from .errors import Cancelled, DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
-from .evidence import Failure, attach, record, unpin
+from .evidence import Errors, unpin
 from .loop import check_cancel, mean_loss, note_batch, train_epoch
 from .options import Options
 from .outcome import Outcome, Residue, StatusName
@@ -28,9 +30,8 @@ from .work import Work
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
-
     from interlock.backends.adapter import Adapter
+    from torch import nn
 
 T = TypeVar("T")
 
@@ -72,21 +73,21 @@ class Session:
         self.outcome: Outcome | None = None
         self._data = data
         self._epochs = epochs
-        self._error: BaseException | None = None
-        self._failures: list[Failure] = []
+        self._errors = Errors(options.keep_frames)
         self._reports: list[Report] = []
         self._metrics: dict[str, float] = {}
         self._notes: list[str] = []
         self._losses: list[torch.Tensor] = []
         """Of the steps that a phase handle has taken since the last report."""
-        self._busy = False
+        self._told = False
+        self._busy = threading.Lock()
         self._outside: BaseException | None = None
         stack = ReleaseStack(options.deadline, adapter.copies)
         self._work = Work(task, adapter, program, options, self.position, stack, self._say)
         wishes = frozenset({options.exit} - {"offload"})
         self.driver = Driver(
             life,
-            self._work.actions(),
+            self._work.actions(life.spec),
             self._work.releases(),
             stack,
             self.position,
@@ -101,9 +102,9 @@ class Session:
         """Carry the run out, to the end, whatever happens. Never raises the run's own error."""
         try:
             self.perform(self._body)
+            return self.conclude()
         except BaseException as error:
-            return self.outcome or self.conclude(error)
-        return self.conclude()
+            return self.conclude(error)
 
     def _body(self) -> None:
         data = self._data
@@ -143,22 +144,23 @@ class Session:
             RunInUse: The run is being driven already: from another thread, or by this very call's
                 caller, from inside a hook.
         """
-        if self._busy:
+        if not self._busy.acquire(blocking=False):
             raise RunInUse(
-                "this run is being driven already; start another run instead of calling into this one"
+                "this run is being driven already, by another thread or by the call whose hook this is: a "
+                "run goes one way, and nothing has changed. Return from the hook first, or start another "
+                "run"
             )
-        self._busy = True
         self._outside = sys.exc_info()[1]
         try:
             with self.adapter.session():
                 result = work()
         except BaseException as error:
             self.conclude(error)
-            self._busy = False
+            self._busy.release()
             # This frame stays in the error's traceback, for as long as anybody keeps the error.
             del self, work
             raise
-        self._busy = False
+        self._busy.release()
         return result
 
     def step_once(self, batch: Any) -> torch.Tensor:
@@ -200,100 +202,102 @@ class Session:
     def conclude(self, error: BaseException | None = None) -> Outcome:
         """Go to `closed` by the exit table and draw up the outcome.
 
+        Whatever is raised meanwhile, an interrupt at any line included, counts as one more error, and
+        what was cut short is done again: every part of this can be repeated.
+
         Args:
-            error: What ended the run, if anything did.
+            error: What ended the run, if anything did; or, once it has ended, a later one.
         """
-        pending = error
-        while True:
+        for _ in range(PATIENCE):
             try:
-                with self.adapter.session():
-                    if pending is not None:
-                        self.driver.fault(self._note_error(pending))
-                        pending = None
-                    self.driver.unwind(self._note_error)
-                break
+                self._leave(error)
+                self.outcome = self._with_errors(self.outcome or self._draw_up())
+                self._let_go()
+                return self.outcome
             except BaseException as late:
-                if isinstance(late, InterlockError) and late.__cause__ is not None:
-                    self._note_error(late)
-                    break
-                pending = late
-        return self._close()
+                error = late
+        raise NoWayOut(self.driver.phase, PATIENCE) from error
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._losses = []  # they stand on the device
+        with self.adapter.session():
+            if error is not None:
+                self.driver.fault(self._note_error(error))
+            try:
+                self.driver.unwind(self._note_error)
+            except NoWayOut as stuck:
+                self._note_error(stuck)
 
     def _note_error(self, error: BaseException) -> str:
         """Turn an error into evidence that pins nothing; the event to fire for it."""
-        failure = record(error, self.driver.phase, self.position.step)
-        if self._error is None:
-            self._error = error
-            self._failures.insert(0, failure)
-        elif error is not self._error:
-            self._failures.append(failure)
-            attach(self._error, error)
-        if not self.options.keep_frames:
-            unpin(error, self._outside)
+        self._errors.note(error, self.driver.phase, self.position.step, self._outside)
         if isinstance(error, DeadlinePassed):
             return "abandon"
         if self.adapter.is_loss_of_device(error):
             return "lose"
         return "interrupt" if _is_interruption(error) else "fail"
 
+    def _with_errors(self, outcome: Outcome) -> Outcome:
+        failures = self._errors.failures()
+        return replace(
+            outcome,
+            status=self._status(),
+            error=self._errors.first,
+            failure=failures[0] if failures else None,
+            errors=failures[1:],
+        )
+
     def _status(self) -> StatusName:
-        if self._error is not None:
-            return "cancelled" if _is_interruption(self._error) else "failed"
+        error = self._errors.first
+        if error is not None:
+            return "cancelled" if _is_interruption(error) else "failed"
         finished = any(entry.event == "finish" for entry in self.driver.slot.history)
         return "finished" if finished else "stopped"
 
     def _residue(self, abandoned: bool) -> Residue:
-        """What was measured; without a measurement nothing is known, unless no device was taken."""
-        taken = any(name == "device" for name, _ in self.driver.slot.ended)
-        return self._work.residue or Residue(known=not taken and not abandoned)
+        """What was measured; without a measurement nothing is known, unless nothing was ever placed."""
+        placed = any(name == "model" for name, _ in self.driver.slot.ended)
+        return self._work.residue or Residue(known=not placed and not abandoned)
 
-    def _close(self) -> Outcome:
+    def _draw_up(self) -> Outcome:
+        """The outcome, but for the errors; everybody is told that the run is closed."""
         slot, work = self.driver.slot, self._work
         gone = [name for name, how in slot.ended if how == "abandoned"]
         abandoned = tuple(dict.fromkeys([*gone, *self.driver.stack.names]))
         residue = self._residue(bool(abandoned))
-        first = self._failures[0] if self._failures else None
         seconds = time.monotonic() - self._begun
-        status = self._status()
-        self.bus.publish(
-            Closed(
-                status,
-                "abandoned" if abandoned else "clean",
-                residue.bytes if residue.known else None,
-                f"{first.type}: {first.message}" if first else "",
-                self.position.step,
-                seconds,
-            )
-        )
-        self.bus.finish(OBSERVERS_MAY_TAKE)
+        self._tell_the_end("abandoned" if abandoned else "clean", residue, seconds)
         discarded = self.options.exit == "discard"
-        self.outcome = Outcome(
-            status=status,
+        return Outcome(
+            status=self._status(),
             abandoned=abandoned,
             model=None if discarded else work.model,
             optimizer=work.optimizers[0] if work.optimizers and not discarded else None,
-            error=self._error,
-            failure=first,
-            errors=tuple(self._failures[1:]),
             residue=residue,
             history=tuple(slot.history),
             metrics=dict(self._metrics),
             reports=tuple(self._reports),
             steps=self.position.step,
             seconds=seconds,
-            notes=(*self._notes, *self.bus.failed),
+            notes=(*self._notes, *work.remarks(), *self.bus.failed),
             spec_hash=slot.lifecycle.spec.hash,
         )
-        self._let_go()
-        return self.outcome
+
+    def _tell_the_end(self, verdict: str, residue: Residue, seconds: float) -> None:
+        if not self._told:
+            failures = self._errors.failures()
+            first = f"{failures[0].type}: {failures[0].message}" if failures else ""
+            left = residue.bytes if residue.known else None
+            self.bus.publish(Closed(self._status(), verdict, left, first, self.position.step, seconds))
+            self._told = True
+        self.bus.finish(OBSERVERS_MAY_TAKE)
 
     def _let_go(self) -> None:
         """Break the cycles through actions and bound functions: no garbage collector is needed."""
         self.driver.detach()
         self._work.let_go()
-        self._data = None
+        self._data = self._outside = None
         self._losses = []
-        self._error = self._outside = None
 
     # -- what is told -----------------------------------------------------------------------------
 
@@ -303,9 +307,7 @@ class Session:
         held = tuple(name for name, status in statuses if status is not Status.ABSENT)
         at = entry.at - self._begun
         number = self.driver.announced
-        self.bus.publish(
-            PhaseChanged(number, entry.event, entry.source, entry.phase, held, entry.ended, at)
-        )
+        self.bus.publish(PhaseChanged(number, entry.event, entry.source, entry.phase, held, entry.ended, at))
         # Last: a transition whose check fails was taken all the same, and is told of.
         if entry.phase in ("training", "checkpointing") and entry.event != "train":
             self._work.check(f"after '{entry.event}'")

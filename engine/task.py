@@ -78,32 +78,36 @@ class Task:
             raise TaskError(f"task '{self.name}' cannot be used:\n" + "\n".join(f"  - {p}" for p in problems))
 
     def _wrong_functions(self) -> Iterator[str]:
+        optimizer: Any = self.optimizer
         if not callable(self.model):
             yield f"model is {_kind(self.model)}: pass an nn.Module, or a function that builds one"
-        if hasattr(self.optimizer, "param_groups"):
+        if hasattr(optimizer, "param_groups"):
             yield (
-                f"optimizer is {_kind(self.optimizer)}, built already, from parameters that placement may replace: "
-                "pass a function that builds it, as `optimizer=lambda model: torch.optim.AdamW(model.parameters())`"
+                f"optimizer is {_kind(optimizer)}, built already, from parameters that placement may "
+                "replace: pass a function that builds it, as `optimizer=lambda model: "
+                "torch.optim.AdamW(model.parameters())`"
             )
-        elif isinstance(self.optimizer, type) and hasattr(self.optimizer, "add_param_group"):
+        elif isinstance(optimizer, type) and hasattr(optimizer, "add_param_group"):
             yield (
-                f"optimizer is the class {self.optimizer.__name__}, which takes parameters and not a model: pass "
-                f"`optimizer=lambda model: {self.optimizer.__name__}(model.parameters())`"
+                f"optimizer is the class {optimizer.__name__}, which takes parameters and not a model: "
+                f"pass `optimizer=lambda model: {optimizer.__name__}(model.parameters())`"
             )
-        elif not callable(self.optimizer):
-            yield f"optimizer is {_kind(self.optimizer)}: pass a function from the placed model to an optimizer"
+        elif not callable(optimizer):
+            yield f"optimizer is {_kind(optimizer)}: pass a function from the placed model to an optimizer"
         for field, does in _FUNCTIONS.items():
             value = getattr(self, field)
             if value is not None and not callable(value):
                 yield f"{field} is {_kind(value)}: pass a function from {does}, or leave it out"
 
     def _wrong_settings(self) -> Iterator[str]:
+        epochs: Any = self.epochs
+        name: Any = self.name
         if self.scheduler_every not in ("step", "epoch"):
             yield f"scheduler_every is {self.scheduler_every!r}: pass 'step' or 'epoch'"
-        if not isinstance(self.epochs, int) or isinstance(self.epochs, bool) or self.epochs < 1:
-            yield f"epochs is {self.epochs!r}: pass a whole number of at least 1"
-        if not isinstance(self.name, str):
-            yield f"name is {_kind(self.name)}: pass a string"
+        if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
+            yield f"epochs is {epochs!r}: pass a whole number of at least 1"
+        if not isinstance(name, str):
+            yield f"name is {_kind(name)}: pass a string"
 
     def load(self) -> Data:
         """Call `data` and give its result the shape of `Data`.
@@ -117,8 +121,8 @@ class Task:
         """
         if self.data is None:
             raise TaskError(
-                f"task '{self.name}' has no data: pass batches to `fit`, or give the task `data=`, a function "
-                "that returns them"
+                f"task '{self.name}' has no data: pass batches to `fit`, or give the task `data=`, a "
+                "function that returns them"
             )
         loaded = self.data()
         if not isinstance(loaded, Data):
@@ -128,8 +132,8 @@ class Task:
             if not is_batches(batches) and not (part == "validate" and batches is None):
                 hint = ": is a `return` missing?" if batches is None else ""
                 raise TaskError(
-                    f"data() of task '{self.name}' must return batches, or (training, validation) batches; its "
-                    f"{part} part is {_kind(batches)}, which cannot be iterated{hint}"
+                    f"data() of task '{self.name}' must return batches, or (training, validation) batches; "
+                    f"its {part} part is {_kind(batches)}, which cannot be iterated{hint}"
                 )
         return loaded
 

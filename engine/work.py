@@ -8,13 +8,13 @@ never asks in which phase the run is, nor decides which comes next.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+from interlock.backends.adapter import Adapter
+from interlock.specs import Spec
 from torch import nn
 from torch.optim import Optimizer
-
-from interlock.backends.adapter import Adapter
 
 from . import facts
 from .batches import convert
@@ -27,7 +27,7 @@ from .outcome import Residue
 from .owners import with_owners
 from .program import StepProgram
 from .release import Release, ReleaseStack
-from .residency import Registry
+from .residency import Registry, claim, unclaim
 from .task import Task
 
 Step = Callable[[Any], torch.Tensor]
@@ -70,6 +70,8 @@ class Work:
         self._position = position
         self._stack = stack
         self._say = say
+        self._token = object()
+        """Stands for this run where models are claimed, and holds nothing of it."""
         self._registry: Registry | None = None
         self._known: dict[int, str] | None = None
         """id -> name of the parameters when the optimizer was built."""
@@ -78,8 +80,8 @@ class Work:
 
     # -- for the driver -----------------------------------------------------------------------
 
-    def actions(self) -> dict[str, Callable[[], None]]:
-        """In-flight phase -> what is done in it."""
+    def actions(self, spec: Spec) -> dict[str, Callable[[], None]]:
+        """In-flight phase of the spec -> what is done in it."""
         keep = Release("handing the model over", self._on_registry(Registry.keep_model))
         discard = Release("discarding the model", self._on_registry(Registry.discard_model))
         return {
@@ -87,14 +89,17 @@ class Work:
             "placing": self._place,
             "optimizing": self._optimize,
             "validating": self._validate,
-            "dropping": lambda: self._stack.release("optimizer"),
+            "dropping": self._drop,
             "homing": lambda: self._stack.release("model"),
             "keeping": lambda: self._stack.release("model", keep),
             "discarding": lambda: self._stack.release("model", discard),
             "measuring": self._measure,
             "freeing": lambda: self._stack.release("device"),
             "writing_off": _nothing,
-            **{phase: self._with_model(action) for phase, action in self._adapter.actions().items()},
+            **{
+                phase: self._of_backend(action, spec, phase)
+                for phase, action in self._adapter.actions().items()
+            },
         }
 
     def releases(self) -> dict[str, Release]:
@@ -128,11 +133,33 @@ class Work:
 
         return call
 
-    def _with_model(self, action: Callable[[nn.Module | None], None]) -> Callable[[], None]:
-        return lambda: action(self.model)
+    def _of_backend(
+        self, action: Callable[[nn.Module | None], None], spec: Spec, phase: str
+    ) -> Callable[[], None]:
+        """What a backend does in a phase of its own: under the deadline where the spec has one there."""
+
+        def act() -> None:
+            action(self.model)
+
+        if self._adapter.copies and "abandon" in spec.by_source.get(phase, {}):
+            return lambda: bounded(act, self._options.deadline, f"what the backend does in phase '{phase}'")
+        return act
+
+    def remarks(self) -> list[str]:
+        """What is worth saying at the end about the model's identity."""
+        lost = self._registry.identity_lost if self._registry else []
+        if not lost:
+            return []
+        told = (
+            f"identity lost: at {facts.some(lost)} of the model another object stands than before the run; "
+            "whoever holds the earlier one does not hold what was trained"
+        )
+        return [told]
 
     def let_go(self) -> None:
         """Drop every reference to the parts of the run."""
+        unclaim(self._token)
+        self._say = _nothing
         self.model = self.scheduler = self.batches = None
         self.optimizers = ()
         self._registry = self._step = self._first = None
@@ -146,9 +173,14 @@ class Work:
     def _place(self) -> None:
         check_cancel(self._position)
         source = self._task.model
-        model = source if isinstance(source, nn.Module) else source()
+        model: Any = source if isinstance(source, nn.Module) else source()
         if not isinstance(model, nn.Module):
-            raise TaskError(f"the task's model function returned {type(model).__name__}, not an nn.Module")
+            hint = ": is a `return` missing?" if model is None else ""
+            raise TaskError(
+                "the task's model function must return an nn.Module, and returned "
+                f"{type(model).__name__}{hint}"
+            )
+        claim(model, self._token)
         self.model = model
         self._registry = Registry(model, self._adapter)
         self._adapter.place(model)
@@ -179,6 +211,11 @@ class Work:
             self._task.batch_size,
             self._position,
         )
+
+    def _drop(self) -> None:
+        # A scheduler has learning rates of its own, which may be tensors on the device; the step holds it.
+        self.scheduler = self._step = self._first = None
+        self._stack.release("optimizer")
 
     def _measure(self) -> None:
         ask, options = self._adapter.leftovers, self._options
@@ -252,7 +289,7 @@ class Work:
         """The step, and the first step: the same program with checks bound into it."""
         loss_of, move = self._loss_of(model), self._move
         forward = (lambda batch: loss_of(move(batch))) if self._adapter.copies else loss_of
-        backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+        backward = cast("Callable[[torch.Tensor], None]", torch.Tensor.backward)
         bindings: dict[str, Any] = {
             "zero": optimizer.zero_grad,
             "forward": forward,
@@ -305,6 +342,6 @@ def loss_of_output(model: nn.Module, batch: Any) -> Any:
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     raise TaskError(
-        f"the task has no loss function, and the model returned {type(output).__name__} without `.loss`: pass "
-        "`loss=`"
+        f"the task has no loss function, and the model returned {type(output).__name__} without `.loss`: "
+        "pass `loss=`"
     )

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 
 from .model import (
     EVERY,
-    HELD,
-    REACHABLE,
     Automaton,
     Effect,
     Guard,
@@ -333,9 +331,7 @@ _TRAINING_TRANSITIONS = (
     Transition("update", "training", "updating", (*_READY, *STEPS, *opens(*_BOTH)), fast=True),
     Transition("updated", "updating", "training", completes(*_BOTH), fast=True),
     *flight("validate", "training", "validating", "validated", "training", begin=(*needs(MODEL), *USES)),
-    *flight(
-        "checkpoint", "training", "checkpointing", "checkpointed", "training", begin=(*SAVES, *USES)
-    ),
+    *flight("checkpoint", "training", "checkpointing", "checkpointed", "training", begin=(*SAVES, *USES)),
     *flight(
         "adopt",
         "training",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from .checker import Report, check
@@ -56,7 +57,9 @@ KINDS = (
 """The kinds of mutant, in the order in which they come."""
 
 
-def mutants(spec: Spec, base: Spec | None = None, edges: Iterable[WrongEdge] = WRONG_EDGES) -> Iterator[Mutant]:
+def mutants(
+    spec: Spec, base: Spec | None = None, edges: Iterable[WrongEdge] = WRONG_EDGES
+) -> Iterator[Mutant]:
     """All mutants of a spec, in a fixed order.
 
     Args:
@@ -146,7 +149,7 @@ def _table(spec: Spec, phase: str, row: tuple[str, ...]) -> Iterator[_Change]:
     for n, event in enumerate(row):
         shorter = {**spec.table, phase: row[:n] + row[n + 1 :]}
         yield f"{phase} no longer sends {event}", "drop table entry", "", {"table": shorter}
-    for n, (first, second) in enumerate(zip(row, row[1:], strict=False)):
+    for n, (first, second) in enumerate(pairwise(row)):
         swapped = {**spec.table, phase: (*row[:n], second, first, *row[n + 2 :])}
         yield f"{phase} sends {second} before {first}", "swap table order", "", {"table": swapped}
 

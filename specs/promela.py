@@ -6,19 +6,16 @@ Two readings of a spec, by two explorers, that agree: that is what the compariso
 
 Each step of the model is one transition. It leaves behind labels: `a3` is set if the transition
 matched the third atom of the properties, `u_x` if an effect was not legal in the status it met.
-Properties are named LTL formulas over labels and phases. Where nothing can fire, the model takes
-silent steps for ever, so that every path is infinite. `tick` changes with each step, which lets the
-formulas say "from the next step on" without LTL's X, which not every SPIN accepts.
+The properties are named LTL formulas over labels and phases: see `ltl.py`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
+from .ltl import Names, identifiers, untranslated
 from .model import EVERY, Automaton, Effect, Guard, Kind, Spec, Status, Transition, Verb
-from .properties import NOTHING, Atom, Pattern, Property, Scope, does
+from .properties import Atom, Pattern, Property, Scope
 
 _FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
 _HELD = "({r} != ABSENT && {r} != LOST)"
@@ -48,32 +45,8 @@ _AFTER = {
     Verb.ABANDONS: "ABSENT",
     Verb.LOSES: "({r} == ABSENT -> ABSENT : LOST)",
 }
-_NOT_LTL = {
-    Pattern.DETERMINISTIC: "an option of a loop has one destination; compare the transitions that are printed",
-    Pattern.REACHABLE: "LTL speaks of all paths, this of some path; see which transitions are printed",
-    Pattern.CLOSABLE: "branching time (AG EF); search backwards through the transitions that are printed",
-}
-_TRIED = (Pattern.ABSENCE, Pattern.PRECEDENCE, Pattern.BOUNDED_EXISTENCE)
-"""Here an effect counts even if it met a status in which it does nothing."""
 _WORD = 30
 """Labels in one integer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """One LTL formula of the model.
-
-    Attributes:
-        name: Its name in the model (`pan -a -N NAME` decides it).
-        prop: The property that it states.
-        formula: LTL, in Promela's syntax.
-        met: The number of the label without which the property would be vacuous, or -1.
-    """
-
-    name: str
-    prop: str
-    formula: str
-    met: int = -1
 
 
 def promela(spec: Spec) -> str:
@@ -90,39 +63,11 @@ def promela(spec: Spec) -> str:
     return _Writer(spec).text()
 
 
-def claims(spec: Spec) -> tuple[Claim, ...]:
-    """The LTL formulas of `promela(spec)`, in the order of the spec's properties."""
-    return tuple(_Writer(spec).claims())
-
-
-def untranslated(spec: Spec) -> dict[str, str]:
-    """The properties of a spec that are no LTL formula, each with the reason."""
-    return {p.name: _NOT_LTL[p.pattern] for p in spec.properties if p.pattern in _NOT_LTL}
-
-
-class _Writer:
+class _Writer(Names):
     def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self.phases = _names("P", (p.name for p in spec.phases))
-        self.resources = _names("r", spec.resources)
-        self.automata = _names("m", (a.name for a in spec.automata))
-        self.properties = _names("p", (p.name for p in spec.properties))
-        found = dict.fromkeys(a for p in spec.properties for a in _atoms(p))
-        self.atoms = {key: f"a{number}" for number, key in enumerate(found)}
-        self.leaving = any(
-            p.scope in (Scope.RUNNING, Scope.LEAVING) or p.pattern is Pattern.ONE_WAY for p in spec.properties
-        )
-        self.unsound = self._of(Pattern.SOUND, "u")
-        self.deaf = self._of(Pattern.UNIVERSALITY, "deaf")
-        self.labels = [*self.atoms.values(), *self.unsound.values()]
-        self.words = range(-(-len(self.labels) // _WORD))
+        super().__init__(spec)
+        self.words = range(max(1, -(-len(self.labels) // _WORD)))
         self.out = {p.name: [t for t in spec.transitions if t.source == p.name] for p in spec.phases}
-        self.closed = f"(phase == {self.phases[spec.terminal]})"
-        self.holding = " || ".join(f"{r} != ABSENT" for r in self.resources.values()) or "false"
-
-    def _of(self, pattern: Pattern, prefix: str) -> dict[str, str]:
-        chosen = (p.name for p in self.spec.properties if p.pattern is pattern)
-        return {name: f"{prefix}_{self.properties[name]}" for name in chosen}
 
     def text(self) -> str:
         return "\n".join(self._lines()) + "\n"
@@ -133,7 +78,11 @@ class _Writer:
         yield from self._declarations()
         for phase in self.spec.phases:
             yield from self._arrival(phase.name)
-        yield from ("active proctype lifecycle() {", f"  d_step {{ at_{self.phases[self.spec.initial]}() }};", "  do")
+        yield from (
+            "active proctype lifecycle() {",
+            f"  d_step {{ at_{self.phases[self.spec.initial]}() }};",
+            "  do",
+        )
         for number, transition in enumerate(self.spec.transitions):
             yield from self._option(number, transition)
         yield from ("  :: else -> d_step { clear() } /* silence for ever */", "  od", "}")
@@ -234,7 +183,6 @@ class _Writer:
     def _arrival(self, phase: str) -> Iterator[str]:
         """What is judged of each configuration when it is entered."""
         leaving = self.out[phase]
-        terminal = phase == self.spec.terminal
         yield f"inline at_{self.phases[phase]}() {{"
         onward = [t for t in leaving if t.event not in _FAULTS]
         yield f"  stuck = {'0' if phase == self.spec.terminal else f'!({self._any(onward)})'};"
@@ -271,68 +219,6 @@ class _Writer:
             due = "false"
         return f"({due} && !({self._any(heard)}))"
 
-    def claims(self) -> Iterator[Claim]:
-        for prop in self.spec.properties:
-            if prop.pattern not in _NOT_LTL:
-                formula, met = self._formula(prop)
-                number = self.labels.index(met) if met else -1
-                yield Claim(self.properties[prop.name], prop.name, formula, number)
-        yield Claim("whole_space", "", f"[] (phase <= {self.phases[self.spec.terminal]} || true)")
-
-    def _formula(self, prop: Property) -> tuple[str, str]:
-        """LTL of a property, and what has to happen somewhere lest it be vacuous."""
-        what = self.atoms.get((prop.what, prop.pattern in _TRIED), "false")
-        first, since, after = (
-            self.atoms.get((atom, False), "false") for atom in (prop.first, prop.since, prop.after)
-        )
-        match prop.pattern:
-            case Pattern.NO_DEAD_END:
-                return "[] !stuck", ""
-            case Pattern.TABLE_TOTAL:
-                return "[] !unanswered", ""
-            case Pattern.UNIVERSALITY:
-                return f"[] !{self.deaf[prop.name]}", ""
-            case Pattern.ENDED:
-                return f"[] !({self.closed} && ({self.holding}))", ""
-            case Pattern.ONE_WAY:
-                rest = [self.phases[p.name] for p in self.spec.phases if p.kind in (Kind.STABLE, Kind.WORK)]
-                return f"[] !(leaving && ({' || '.join(f'phase == {name}' for name in rest) or 'false'}))", ""
-            case Pattern.NESTED:
-                left = [f"{r} != ABSENT" for name, r in self.resources.items() if {name, EVERY} & set(prop.held)]
-                return f"[] !({what} && ({' || '.join(left) or 'false'}))", what
-            case Pattern.SOUND:
-                return f"[] !{self.unsound[prop.name]}", what
-            case Pattern.ABSENCE if prop.after == NOTHING:
-                return f"[] !{what}", ""
-            case Pattern.ABSENCE:
-                return f"[] !({after} && {_next(f'<> {what}')})", after
-            case Pattern.PRECEDENCE:
-                unprepared = f"(!{first} U ({what} && !{first}))"
-                again = f"<> ({since} && !{first} && {_next(unprepared)})"
-                return f"!{unprepared} && !{again}" if since != "false" else f"!{unprepared}", what
-            case Pattern.BOUNDED_EXISTENCE:
-                return f"[] !({what} && {_next(f'<> {what}')})", what
-            case Pattern.EXISTENCE:
-                begins = self.atoms[does("acquires"), False]
-                return f"(<> {after}) || [] ({begins} -> !(!{what} U ({self.closed} && !{what})))", what
-            case Pattern.RESPONSE:
-                return f"[] ({what} -> <> {self.closed})", what
-        raise NotImplementedError(f"no translation of the pattern '{prop.pattern}'")
-
-
-def _atoms(prop: Property) -> Iterator[tuple[Atom, bool]]:
-    """The atoms of which a formula needs a label, and whether an attempt counts."""
-    if prop.pattern is not Pattern.UNIVERSALITY:
-        found = ((prop.what, prop.pattern in _TRIED), (prop.first, False), (prop.since, False), (prop.after, False))
-        yield from ((atom, tried) for atom, tried in found if atom != NOTHING)
-    if prop.pattern is Pattern.EXISTENCE:
-        yield does("acquires"), False
-
-
-def _next(formula: str) -> str:
-    """What X means, by the bit that changes with each step."""
-    return f"((tick && (tick U (!tick && {formula}))) || (!tick && (!tick U (tick && {formula}))))"
-
 
 def _speaks(atom: Atom, verb: Verb, resource: str) -> bool:
     return any(v == verb and name in (EVERY, resource) for v, name in atom.effects)
@@ -342,21 +228,10 @@ def _guarded(guard: Guard, resource: str) -> bool:
     return guard.resource == resource or (guard.resource == EVERY and resource not in guard.but)
 
 
-def _names(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Promela identifiers, no two the same."""
-    found: dict[str, str] = {}
-    for name in names:
-        word = re.sub(r"\W", "_", f"{prefix}_{name}", flags=re.ASCII)
-        while word in found.values():
-            word += "_"
-        found[name] = word
-    return found
-
-
 def _states(automaton: Automaton, name: str) -> dict[str, str]:
     pairs = ((source, dest) for (source, _), dest in automaton.moves.items())
     states = dict.fromkeys([automaton.initial, *(state for pair in pairs for state in pair)])
-    return _names(f"S_{name}", states)
+    return identifiers(f"S_{name}", states)
 
 
 def _numbered(names: Iterable[str]) -> Iterator[str]:

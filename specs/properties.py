@@ -150,7 +150,9 @@ STRUCTURE = (
     Property("closable", Pattern.CLOSABLE, doc="`closed` can be reached from everywhere, without a fault"),
     Property("no-way-back", Pattern.ONE_WAY, doc="whoever is on the way out does not go back to work"),
     Property("table-total", Pattern.TABLE_TOTAL, doc="the continuation table always has an answer"),
-    Property("fail-accepted", Pattern.UNIVERSALITY, on("fail"), doc="an error is accepted in every live phase"),
+    Property(
+        "fail-accepted", Pattern.UNIVERSALITY, on("fail"), doc="an error is accepted in every live phase"
+    ),
     Property(
         "interrupt-accepted",
         Pattern.UNIVERSALITY,
@@ -193,6 +195,7 @@ STRUCTURE = (
     ),
     Property("lose-closes", Pattern.RESPONSE, on("lose"), doc="after a lost device, `closed` is inevitable"),
 )
+
 
 def _means(phase: str, *events: str, doc: str) -> Property:
     return Property(f"{phase}-means-{events[0]}", Pattern.PRECEDENCE, into(phase), first=on(*events), doc=doc)
@@ -285,10 +288,16 @@ TRAINED = (
         held=("optimizer",),
         doc="the model leaves the device when no optimizer holds its parameters there",
     ),
-    Property("restore-at-most-once", Pattern.BOUNDED_EXISTENCE, on("restore"), doc="one restore, at the start"),
-    Property("compile-at-most-once", Pattern.BOUNDED_EXISTENCE, on("compile"), doc="one compilation, at the start"),
+    Property(
+        "restore-at-most-once", Pattern.BOUNDED_EXISTENCE, on("restore"), doc="one restore, at the start"
+    ),
+    Property(
+        "compile-at-most-once", Pattern.BOUNDED_EXISTENCE, on("compile"), doc="one compilation, at the start"
+    ),
     Property("changed-when-whole", Pattern.SOUND, does("opens"), doc="only what is whole may be changed"),
-    Property("trained-when-whole", Pattern.SOUND, does("steps"), doc="a step finds model and optimizer whole"),
+    Property(
+        "trained-when-whole", Pattern.SOUND, does("steps"), doc="a step finds model and optimizer whole"
+    ),
     Property(
         "no-save-inside-an-update",
         Pattern.SOUND,

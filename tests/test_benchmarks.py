@@ -1,0 +1,202 @@
+"""The benchmarks' own arithmetic on planted data, and one quick run; no test looks at a time."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    """Loads modules of the package `bench`; afterwards neither it nor its folder is importable."""
+    sys.path.insert(0, str(FOLDER))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(f"bench.{name}")
+
+    try:
+        yield load
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
+            del sys.modules[name]
+
+
+# -- statistics -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "part", "expected"),
+    [
+        ([3.0], 0.5, 3.0),
+        ([4.0, 1.0], 0.5, 2.5),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 0.25, 2.0),
+        ([1.0, 2.0], 1.0, 2.0),
+    ],
+)
+def test_quantiles_interpolate(bench: Any, values: list[float], part: float, expected: float) -> None:
+    assert bench("stats").quantile(values, part) == expected
+
+
+def test_nothing_measured_is_an_error(bench: Any) -> None:
+    with pytest.raises(ValueError, match="nothing was measured"):
+        bench("stats").summarize([])
+
+
+def test_a_summary_is_the_same_each_time_and_holds_the_median(bench: Any) -> None:
+    values = [float(number % 17) for number in range(100)]
+    summary = bench("stats").summarize(values)
+    assert summary == bench("stats").summarize(list(values))
+    assert summary.p10 < summary.low <= summary.median <= summary.high < summary.p90
+    assert summary.count == 100
+
+
+def test_one_outlier_moves_no_median(bench: Any) -> None:
+    assert bench("stats").summarize([1.0] * 20 + [1000.0]).high == 1.0
+
+
+def test_the_cost_of_a_run_cancels_out_of_the_cost_of_a_step(bench: Any) -> None:
+    fixed, step = 0.3, 0.002
+    long, short = [fixed + 100 * step] * 3, [fixed + 20 * step] * 3
+    assert bench("stats").per_step(long, short, 100, 20) == pytest.approx([step] * 3)
+
+
+def test_a_long_run_must_be_the_longer_one(bench: Any) -> None:
+    with pytest.raises(ValueError, match="more steps"):
+        bench("stats").per_step([1.0], [1.0], 10, 10)
+
+
+def test_variants_are_compared_within_a_repeat(bench: Any) -> None:
+    # A machine that gets slower: each ratio is 2 and each difference is small, whatever the machine does.
+    timings = {"base": [1.0, 2.0, 4.0], "other": [2.0, 4.0, 8.0]}
+    found = bench("stats").compare(timings, "base", scale=10)
+    assert found["other"]["ratio"]["median"] == 2.0
+    assert found["other"]["ratio"]["p90"] == 2.0
+    assert found["other"]["added"]["median"] == 20.0
+    assert "ratio" not in found["base"]
+
+
+# -- timing -----------------------------------------------------------------------------------------------
+
+
+def test_each_variant_stands_in_each_place_equally_often(bench: Any) -> None:
+    names = ["a", "b", "c"]
+    orders = [bench("timing").order(names, repeat) for repeat in range(6)]
+    for place in range(3):
+        assert sorted(order[place] for order in orders) == ["a", "a", "b", "b", "c", "c"]
+    assert {order.index("b") - order.index("a") > 0 for order in orders} == {True, False}
+
+
+def test_the_budget_is_kept_and_the_least_is_done(bench: Any) -> None:
+    calls: list[str] = []
+    variants = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    timing = bench("timing")
+    times = timing.interleave(variants, timing.Budget(seconds=1e-9, least=3))
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
+    assert calls.count("a") == 4, "one untimed call comes first"
+    times = timing.interleave(variants, timing.Budget(seconds=60, most=2))
+    assert [len(values) for values in times.values()] == [2, 2]
+
+
+# -- what is compared must be the same work ---------------------------------------------------------------
+
+
+def test_unequal_weights_are_an_error_that_names_the_parameter(bench: Any) -> None:
+    workloads = bench("workloads")
+    reference, planted = workloads.WORKLOADS["tiny"].build(), workloads.WORKLOADS["tiny"].build()
+    workloads.require_equal_weights("planted", planted, reference)
+    with torch.no_grad():
+        planted[2].bias[0] += 1e-7
+    with pytest.raises(workloads.UnequalWeightsError, match=r"planted: '2\.bias'"):
+        workloads.require_equal_weights("planted", planted, reference)
+
+
+@pytest.mark.parametrize("measure", ["measure_steps", "measure_runs"])
+def test_a_benchmark_of_unequal_work_measures_nothing(bench: Any, measure: str) -> None:
+    steps, timing, workloads = bench("steps"), bench("timing"), bench("workloads")
+    work, budget = workloads.WORKLOADS["tiny"], timing.Budget(0.01, 1)
+
+    def lazy(batches: Any) -> nn.Module:
+        return workloads.by_hand(work, list(batches)[:-1])
+
+    trains = {"by hand": lambda batches: workloads.by_hand(work, batches), "lazy": lazy}
+    what = {"measure_steps": (work, "list", (4, 2)), "measure_runs": (work.batches(2, "list"),)}[measure]
+    with pytest.raises(workloads.UnequalWeightsError, match="lazy"):
+        getattr(steps, measure)(trains, *what, budget, lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["tiny", "digits", "transformer"])
+def test_a_list_and_a_loader_give_the_same_batches(bench: Any, name: str) -> None:
+    work = bench("workloads").WORKLOADS[name]
+    pairs = list(zip(work.batches(3, "list"), work.batches(3, "loader"), strict=True))
+    assert len(pairs) == 3
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
+    assert work.long % 50 == work.short % 50 == 0, "the difference must hold a whole number of reports"
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, FOLDER / "run.py", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_quick_run_gives_figures() -> None:
+    done = command("--quick", "--only", "transition", "--only", "step-tiny-list", "--json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    step = data["results"]["step-tiny-list"]["variants"]
+    assert set(step) == {"by hand", "Interlock, everything on", "Interlock, everything off"}
+    assert data["results"]["transition"]["path"][-1] == "close"
+    assert "cpu" in data["machine"]
+
+
+def test_a_failing_benchmark_is_reported(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    isolated = bench("isolated")
+    (tmp_path / "planted.py").write_text("def leave(tell):\n    raise SystemExit('last words')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(isolated.BenchmarkError, match="TypeError"):
+        isolated.call("bench.startup:proof", {"seconds": "none"})
+    with pytest.raises(isolated.BenchmarkError, match=r"no result:\s+last words"):
+        isolated.call("planted:leave", {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "nonsense"], "step-tiny-list"),
+        (["--quick", "--write"], "complete figures only"),
+        (["--only", "proof", "--write"], "complete figures only"),
+    ],
+)
+def test_wrong_usage_is_refused(arguments: list[str], says: str) -> None:
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_the_page_has_what_was_measured(bench: Any) -> None:
+    report = bench("report")
+    figure = {"median": 1.0, "low": 0.5, "high": -0.0001, "p10": 0, "p90": 2, "count": 3}
+    assert report.interval(figure, 2) == "1.00 (0.50 to 0.00)"
+    assert report.interval(None, 2) == ""
+    assert report.table(["a", "b"], [["1", "2"]]) == ["| a | b |", "| --- | --- |", "| 1 | 2 |", ""]

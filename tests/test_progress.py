@@ -1,0 +1,233 @@
+"""What is shown of a run: on a terminal, and where there is none; and that the terminal comes back."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import re
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from interlock import Engine, Task
+from interlock.events import Closed, PhaseChanged, Report
+from interlock.progress import Progress
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+class Stream(io.StringIO):
+    """A stream that says whether it is a terminal."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+
+def terminal(patch: pytest.MonkeyPatch) -> Stream:
+    """From now on the standard error stream is a terminal. (No fixture: pytest sets its own after those.)"""
+    stream = Stream(True)
+    patch.setattr(sys, "stderr", stream)
+    patch.setenv("TERM", "xterm-256color")
+    patch.setenv("COLUMNS", "160")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        patch.delenv(name, raising=False)
+    return stream
+
+
+def pipe(patch: pytest.MonkeyPatch) -> Stream:
+    """From now on it is none, although the environment insists on colours, as on many build servers."""
+    stream = Stream(False)
+    patch.setattr(sys, "stderr", stream)
+    patch.setenv("FORCE_COLOR", "1")
+    return stream
+
+
+def task(**changes: Any) -> Task:
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(4, 2),
+        "optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1),
+        "loss": lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]),
+    }
+    return Task(**{**parts, **changes})
+
+
+def batches(count: int = 5) -> list[Any]:
+    return [(torch.randn(8, 4), torch.randint(0, 2, (8,))) for _ in range(count)]
+
+
+def fake(data: Any = None, phase: str = "created") -> Any:
+    """A session as far as a display asks for it."""
+
+    class Thing:
+        pass
+
+    session, driver, position = Thing(), Thing(), Thing()
+    driver.phase = phase  # type: ignore[attr-defined]
+    position.step, position.epoch = 0, 0  # type: ignore[attr-defined]
+    session.driver, session.position, session._data = driver, position, data  # type: ignore[attr-defined]
+    return session
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+
+
+def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatch):
+    screen = terminal(monkeypatch)
+    outcome = Engine("cpu", progress=True, report_every=2).fit(
+        task(), batches(), validate=batches(2), epochs=2
+    )
+    assert outcome.ok
+    assert outcome.notes == tuple(note for note in outcome.notes if "observer" not in note)
+    shown = screen.getvalue()
+    last = plain(shown).rstrip().splitlines()[-1]
+    assert re.search(r"epoch 2/2  step 10/10  finished  0:\d\d  loss [\d.]+  val_loss [\d.]+", last)
+    assert shown.count(HIDE) == shown.count(SHOW) == 1
+    assert shown.index(HIDE) < shown.index(SHOW)
+    assert isinstance(sys.stderr, Stream)  # rich has taken its own stream away again
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_it_is_given_back_on_every_end(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]):
+    screen = terminal(monkeypatch)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise error("on purpose")
+
+    with pytest.raises(error, match="on purpose"):
+        Engine("cpu", progress=True).fit(task(loss=loss), batches())
+    assert screen.getvalue().count(SHOW) == 1
+    assert re.search(r"failed|cancelled", plain(screen.getvalue()).splitlines()[-1])
+
+
+def test_also_when_the_last_event_never_came(monkeypatch: pytest.MonkeyPatch):
+    screen = terminal(monkeypatch)
+    progress = Progress(fake(), 1)
+    assert SHOW not in screen.getvalue()
+    progress.on_end(3)
+    progress.stop()
+    assert screen.getvalue().count(SHOW) == 1
+
+
+def test_also_when_the_program_ends_in_the_middle(monkeypatch: pytest.MonkeyPatch):
+    screen = terminal(monkeypatch)
+    last_words: list[Any] = []
+    monkeypatch.setattr(atexit, "register", last_words.append)
+    Progress(fake(), 1)
+    (stop,) = last_words
+    stop()
+    assert screen.getvalue().endswith(SHOW)
+
+
+def test_another_phase_than_training_is_named(monkeypatch: pytest.MonkeyPatch):
+    screen = terminal(monkeypatch)
+    session = fake(data=None)
+    progress = Progress(session, 3)
+    progress(PhaseChanged(1, "train", "ready", "training", (), (), 0.0))
+    session.position.step = 7
+    progress._live.refresh()
+    assert re.search(r"epoch 1/3  step 7  [\d.]+/s", plain(screen.getvalue()))
+    progress(PhaseChanged(2, "validate", "training", "validating", (), (), 0.0))
+    progress._live.refresh()
+    assert "step 7  validating" in plain(screen.getvalue())
+    progress.stop()
+
+
+def test_what_the_task_prints_is_left_alone_where_it_goes_to_a_file(monkeypatch: pytest.MonkeyPatch):
+    screen = terminal(monkeypatch)
+    out = Stream(False)
+    monkeypatch.setattr(sys, "stdout", out)
+    progress = Progress(fake(), 1)
+    print("a result")
+    progress.stop()
+    assert out.getvalue() == "a result\n"
+    assert "a result" not in screen.getvalue()
+
+
+def test_elsewhere_there_is_a_line_an_epoch(monkeypatch: pytest.MonkeyPatch):
+    log = pipe(monkeypatch)
+    Engine("cpu", progress=True, report_every=2).fit(task(), batches(), validate=batches(2), epochs=2)
+    lines = log.getvalue().splitlines()
+    assert len(lines) == 3
+    assert re.fullmatch(r"interlock: epoch 1/2, step 5/10, [\d.]+ steps/s: loss .*, val_loss .*", lines[0])
+    assert lines[1].startswith("interlock: epoch 2/2, step 10/10, ")
+    assert lines[2].startswith("interlock: finished, clean, 10 steps in ")
+    assert "\x1b" not in log.getvalue()
+
+
+def test_without_validation_too(monkeypatch: pytest.MonkeyPatch):
+    log = pipe(monkeypatch)
+    Engine("cpu", progress=True, report_every=2).fit(task(), batches(), epochs=3)
+    assert [line[:20] for line in log.getvalue().splitlines()] == [
+        "interlock: epoch 1/3",
+        "interlock: epoch 2/3",
+        "interlock: epoch 3/3",
+        "interlock: finished,",
+    ]
+
+
+def test_a_long_epoch_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch):
+    log = pipe(monkeypatch)
+    monkeypatch.setattr("interlock.progress.EVERY", 0.0)
+    progress = Progress(fake(), 1)
+    progress(Report(1000, 0, {"loss": 0.5}, 60.0))
+    assert re.fullmatch(r"interlock: epoch 1/1, step 1000, [\d.]+ steps/s: loss 0.5\n", log.getvalue())
+
+
+def test_data_without_a_length_has_no_total(monkeypatch: pytest.MonkeyPatch):
+    log = pipe(monkeypatch)
+
+    class Endless:
+        def __iter__(self):
+            return iter(batches(3))
+
+        def __len__(self):
+            raise TypeError("a stream has no length")
+
+    Engine("cpu", progress=True).fit(task(), Endless(), validate=batches(1))
+    assert "step 3, " in log.getvalue()
+
+
+def test_failure_is_the_last_line(monkeypatch: pytest.MonkeyPatch):
+    log = pipe(monkeypatch)
+    progress = Progress(fake(), 1)
+    progress(Closed("failed", "clean", 0, "ValueError: no", 3, 1.0))
+    assert log.getvalue() == "interlock: failed, clean, 3 steps in 1.0 s: ValueError: no\n"
+
+
+@pytest.mark.parametrize("kind", [True, False])
+def test_it_keeps_nothing_of_the_run(kind: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", Stream(kind))
+    monkeypatch.setenv("TERM", "xterm")
+
+    class Data(list):
+        pass
+
+    class Session:
+        driver = fake().driver
+        position = fake().position
+
+    session: Any = Session()
+    session._data = fake()
+    session._data.train, session._data.validate = Data(), None
+    gone = [weakref.ref(session), weakref.ref(session._data.train)]
+    progress = Progress(session, 1)
+    display = weakref.ref(progress)
+    gc.disable()
+    try:
+        del session
+        assert [ref() for ref in gone] == [None, None]
+        progress(Closed("finished", "clean", 0, "", 0, 1.0))
+        del progress
+        assert display() is None
+    finally:
+        gc.enable()
