@@ -31,6 +31,7 @@ help: ## what can be made
 demo: install-demo ## train the digits example, with a journal and a drawing in out/
 	mkdir -p out
 	$(BIN)/interlock $(DEMO)
+	$(BIN)/interlock check --journal out/digits.jsonl
 
 test: check unit ## everything that must hold for a change to land
 

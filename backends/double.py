@@ -45,7 +45,7 @@ class Ledger(TorchDispatchMode):
     """Counts the storages that operations make while it is active on the present thread."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._blocks: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self._lock = threading.Lock()
 

@@ -68,4 +68,4 @@ def monitor(name: str) -> Monitor:
         return MONITORS["cuda"]
     if name in names():
         return adapter_class(name).monitor
-    raise UnknownName("backend", name, (*MONITORS, *names()))
+    raise UnknownName("backend", name, {*MONITORS, *names()})

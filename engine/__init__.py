@@ -4,20 +4,18 @@
     task = il.Task(model=build, optimizer=lambda m: torch.optim.AdamW(m.parameters()), loss=loss_of)
     outcome = il.Engine().fit(task, batches, epochs=3)
 
-Importing this package imports neither torch nor transitions: names are loaded when first used.
+Importing this package loads nothing else, torch least of all: names are loaded when first used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from interlock.specs.errors import IllegalTransition, InterlockError, SpecError
-
-from . import errors
-
 if TYPE_CHECKING:
     from interlock.backends.adapter import Adapter
+    from interlock.specs.errors import IllegalTransition, InterlockError, SpecError
 
+    from . import errors
     from .engine import Engine
     from .events import Closed, Note, PhaseChanged, Report, Subscription
     from .evidence import Failure
@@ -35,6 +33,8 @@ _LAZY = {
     "Data": "interlock.task",
     "Engine": "interlock.engine",
     "Failure": "interlock.evidence",
+    "IllegalTransition": "interlock.specs.errors",
+    "InterlockError": "interlock.specs.errors",
     "Note": "interlock.events",
     "Outcome": "interlock.outcome",
     "PhaseChanged": "interlock.events",
@@ -44,10 +44,14 @@ _LAZY = {
     "Residue": "interlock.outcome",
     "Run": "interlock.run",
     "Snapshot": "interlock.run",
+    "SpecError": "interlock.specs.errors",
     "Subscription": "interlock.events",
     "Task": "interlock.task",
     "Training": "interlock.handles",
+    "errors": "interlock.errors",
 }
+"""Public name -> the module that has it (or, in lower case, the module that it is)."""
+
 
 __all__ = [
     "Adapter",
@@ -83,7 +87,8 @@ if not TYPE_CHECKING:
         if name in _LAZY:
             from importlib import import_module
 
-            value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+            module = import_module(_LAZY[name])
+            value = globals()[name] = module if name.islower() else getattr(module, name)
             return value
         raise AttributeError(f"module 'interlock' has no attribute '{name}'; it has {', '.join(__all__)}")
 

@@ -36,15 +36,25 @@ def convert(data: Any, function: Function) -> Any:
     """
     if isinstance(data, torch.Tensor):
         return function(data)
-    done: dict[int, torch.Tensor] = {}
+    return _walk(data, _Once(function), set())
 
-    def once(tensor: torch.Tensor) -> torch.Tensor:
-        found = done.get(id(tensor))
+
+class _Once:
+    """A function of tensors that is called once for each.
+
+    No closure, here and in the walk below: where `function` raises, the error's traceback keeps the cells
+    of closures (comprehensions have them too, before Python 3.12), and with them what was moved so far.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.done: dict[int, torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self.done.get(id(tensor))
         if found is None:
-            found = done[id(tensor)] = function(tensor)
+            found = self.done[id(tensor)] = self.function(tensor)
         return found
-
-    return _walk(data, once, set())
 
 
 def replace_in(data: Any, function: Function) -> Any:
@@ -92,10 +102,14 @@ def _walk_container(data: Any, function: Function, inside: set[int]) -> Any:
     if isinstance(data, PackedSequence):
         return _walk_packed(data, function)
     if isinstance(data, Mapping):
-        values = {key: _walk(value, function, inside) for key, value in data.items()}
+        values = {}
+        for key, value in data.items():
+            values[key] = _walk(value, function, inside)
         return _new_mapping(data, values) if _differ(values.values(), data.values()) else data
     if isinstance(data, (list, tuple)):
-        items = [_walk(item, function, inside) for item in data]
+        items = []
+        for item in data:
+            items.append(_walk(item, function, inside))  # noqa: PERF401 - a comprehension is a closure
         if not _differ(items, data):
             return data
         return _new_list(data, items) if isinstance(data, list) else _new_tuple(data, items)
@@ -163,7 +177,9 @@ def _new_tuple(data: tuple[Any, ...], items: list[Any]) -> Any:
 def _walk_packed(data: PackedSequence, function: Function) -> PackedSequence:
     new = function(data.data)
     before = (data.sorted_indices, data.unsorted_indices)
-    orders = [order if order is None else function(order) for order in before]
+    orders = []
+    for order in before:
+        orders.append(order if order is None else function(order))  # noqa: PERF401 - as above
     if new is data.data and not _differ(orders, before):
         return data
     return PackedSequence(new, data.batch_sizes, *orders)

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from typing import Any
 
-from interlock.specs import SPECS, Report, Result, Spec, Verdict, check
+from interlock.specs import SPECS, Report, Result, Spec, UnknownName, Verdict, check
 from interlock.specs.errors import JournalError
 from interlock.specs.journal import Journal, Replay, read_journal, replay
 
@@ -105,9 +105,17 @@ def _check_journal(options: Namespace) -> int:
     try:
         journal = read_journal(readable(options.journal))
     except JournalError as error:
-        _say_unreadable(options, error)
+        _say_finding(options, Result.REFUTED, str(error))
         return EXIT[Result.REFUTED]
-    spec = of_journal(journal.header, options.spec, options.backend)
+    try:
+        spec = of_journal(journal.header, options.spec, options.backend)
+    except UnknownName as error:
+        if options.spec or options.backend:
+            raise
+        _say_finding(
+            options, Result.UNDETERMINED, f"{error} The header names it; --spec and --backend can, too"
+        )
+        return EXIT[Result.UNDETERMINED]
     report, found = check(spec), replay(journal, spec)
     if options.json:
         say(json.dumps(_replay_data(journal, report, found), indent=1))
@@ -119,12 +127,12 @@ def _check_journal(options: Namespace) -> int:
     return EXIT[next((r for r in (Result.REFUTED, Result.UNDETERMINED) if r in results), Result.PROVED)]
 
 
-def _say_unreadable(options: Namespace, error: JournalError) -> None:
+def _say_finding(options: Namespace, result: Result, finding: str) -> None:
     if options.json:
-        data = {"result": str(Result.REFUTED), "finding": str(error), "line": error.line}
+        data = {"result": str(result), "finding": finding}
         say(json.dumps({"journal": str(options.journal), "replay": data}, indent=1))
     else:
-        say(f"replay       {Result.REFUTED}: {error}")
+        say(f"replay       {result}: {finding}")
 
 
 def _replay_data(journal: Journal, report: Report, found: Replay) -> dict[str, Any]:

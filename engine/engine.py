@@ -69,7 +69,7 @@ class Engine:
         _one_of("debug", debug, ("", "keep_frames"))
         if report_every < 1 or deadline <= 0:
             raise TaskError("report_every must be at least 1, and deadline more than 0 seconds")
-        self._adapter = backend if isinstance(backend, Adapter) else None
+        self._adapter: Adapter | None = backend if isinstance(backend, Adapter) else None
         self._class = type(backend) if isinstance(backend, Adapter) else adapter_class(backend)
         self.backend = self._class.name
         self.life = proved(self._class.monitor)
@@ -148,7 +148,7 @@ class Engine:
         return Data(train, validate)
 
     def _session(self, task: Task, data: Data | None, epochs: int | None) -> Session:
-        rounds = task.epochs if epochs is None else epochs
+        rounds: Any = task.epochs if epochs is None else epochs  # `epochs` comes from anywhere
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
             raise TaskError(f"epochs must be a whole number of at least 1, got {rounds!r}")
         adapter = self._class() if self._adapter is None else self._adapter

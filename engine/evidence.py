@@ -8,13 +8,17 @@ of causes, contexts and groups. The exception object itself stays what it was.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import FrameType, TracebackType
-from typing import NoReturn
+from types import FrameType, FunctionType, TracebackType
+from typing import NoReturn, TypeAlias
+
+
+OnDevice: TypeAlias = Callable[[object], bool]
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def record(error: BaseException, phase: str, step: int) -> Failure:
     return Failure(name, message, text, phase, step)
 
 
-def unpin(error: BaseException, outside: BaseException | None) -> None:
+def unpin(error: BaseException, outside: BaseException | None, on_device: OnDevice) -> None:
     """Clear the frames that an exception keeps alive, along its whole graph.
 
     These are the frames in its tracebacks, and also those that had called them and returned since:
@@ -62,16 +66,33 @@ def unpin(error: BaseException, outside: BaseException | None) -> None:
     Frames that are still executing (the engine's own, and its callers') are left alone. The
     traceback still prints the same lines.
 
+    A cleared frame keeps its function, and the function what it closes over: of that, whatever
+    stands on the device is dropped.
+
     Args:
         error: The exception.
         outside: The exception that was being handled when the engine was entered, if any: it is
             the caller's, and is not touched although `error` may have it as context.
+        on_device: Whether a value stands on the device of the run.
     """
     for one in graph(error, outside):
         for frame in _frames(one.__traceback__):
             # Executing frames refuse.
             with suppress(RuntimeError):
                 frame.clear()
+                _empty_cells(frame, on_device)
+
+
+def _empty_cells(frame: FrameType, on_device: OnDevice) -> None:
+    if not frame.f_code.co_freevars:
+        return
+    for function in gc.get_referents(frame):
+        if isinstance(function, FunctionType) and function.__code__ is frame.f_code:
+            for cell in function.__closure__ or ():
+                # An empty cell has no contents; and those of others may be anything.
+                with suppress(Exception):
+                    if on_device(cell.cell_contents):
+                        del cell.cell_contents
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
@@ -110,10 +131,12 @@ class Errors:
 
     Args:
         keep_frames: Leave their frames alone.
+        on_device: As for `unpin`.
     """
 
-    def __init__(self, keep_frames: bool) -> None:
+    def __init__(self, keep_frames: bool, on_device: OnDevice) -> None:
         self._keep_frames = keep_frames
+        self._on_device = on_device
         self._noted: list[tuple[BaseException, str, int]] = []
 
     @property
@@ -133,10 +156,14 @@ class Errors:
         # Before anything else: an interrupt may land in any of the lines below.
         if all(error is not noted for noted, _, _ in self._noted):
             self._noted.append((error, phase, step))
+        # All of them: an interrupt that cut this short is an error itself, and leads back here.
+        self.unpin(outside)
+
+    def unpin(self, outside: BaseException | None) -> None:
+        """Let go of what the errors keep alive; frames that were executing then may have ended since."""
         if not self._keep_frames:
-            # All of them: an interrupt that cut this short is an error itself, and leads back here.
             for noted, _, _ in self._noted:
-                unpin(noted, outside)
+                unpin(noted, outside, self._on_device)
 
     def failures(self) -> tuple[Failure, ...]:
         """All errors as text, in order; the later ones are noted on the first."""
@@ -147,11 +174,14 @@ class Errors:
 
 
 def _attach(first: BaseException, later: Failure) -> None:
-    note = f"interlock: while cleaning up, also {later.type}: {later.message}"
-    # Some errors refuse attributes, notes among them; the outcome has the later error in any case.
+    add_note(first, f"interlock: while cleaning up, also {later.type}: {later.message}")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note, once. Some errors refuse attributes, notes among them: these stay without."""
     with suppress(Exception):
-        if note not in getattr(first, "__notes__", ()):
-            first.add_note(note)
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 _CONTEXT = vars(BaseException)["__context__"]

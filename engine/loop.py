@@ -17,6 +17,7 @@ from torch import nn
 from .batches import describe, size
 from .driver import Position
 from .errors import Cancelled, DataError, NonFiniteLoss, PlacementError, TaskError
+from .evidence import add_note
 
 Step = Callable[[Any], torch.Tensor]
 
@@ -99,9 +100,10 @@ def note_batch(error: Exception, where: str, batch: Any) -> None:
     if isinstance(error, PlacementError):
         return  # found at a step, but no matter of its batch
     try:
-        error.add_note(f"interlock: {where}, on a batch of {describe(batch)}")
+        text = f"interlock: {where}, on a batch of {describe(batch)}"
     except Exception as second:
-        error.add_note(f"interlock: {where} (the batch cannot be described: {type(second).__name__})")
+        text = f"interlock: {where} (the batch cannot be described: {type(second).__name__})"
+    add_note(error, text)
 
 
 def _no_batch(kind: str, batches: Any, epoch: int) -> DataError:

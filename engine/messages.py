@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from interlock.specs.errors import InterlockError
 
 # Frames that tell a user nothing: the engine's, those of its generated step, and of the import system.
 _OWN = (f"{Path(__file__).parent}/", "<interlock step ", "<frozen ", importlib.__file__)
+_STANDARD = sysconfig.get_path("stdlib")
+_INSTALLED = "/site-packages/"
 
 
 def say(text: str = "") -> None:
@@ -56,14 +59,24 @@ def _frames(error: BaseException) -> list[str]:
     """The frames outside of Interlock, with those of what led to the error; none if it is all ours."""
     blocks: list[str] = []
     for one in reversed(list(_chain(error))):
-        stack = traceback.extract_tb(one.__traceback__)
-        kept = [frame for frame in stack if not frame.filename.startswith(_OWN)]
+        kept = _of_user(traceback.extract_tb(one.__traceback__))
         if kept and one is not error:
             blocks += ["Traceback, without the frames of Interlock:", *_lines(kept), _one(one), ""]
             blocks += ["While that was handled, or because of it:"]
         elif kept:
             blocks += ["Traceback, without the frames of Interlock:", *_lines(kept)]
     return blocks
+
+
+def _of_user(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """From the first frame of the user's code on, without those of Interlock.
+
+    What comes before it is Interlock, or the standard library called by it.
+    """
+    for begin, frame in enumerate(stack):
+        if not frame.filename.startswith((*_OWN, _STANDARD)) or _INSTALLED in frame.filename:
+            return [frame for frame in stack[begin:] if not frame.filename.startswith(_OWN)]
+    return []
 
 
 def _lines(frames: list[traceback.FrameSummary]) -> list[str]:

@@ -6,7 +6,9 @@ Slow (it asks the garbage collector for referrers), and called only when somethi
 from __future__ import annotations
 
 import gc
+import math
 import sys
+import time
 import types
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +17,10 @@ from typing import Any
 from interlock.backends.adapter import Adapter, Leftover
 
 DEPTH = 8
-BREADTH = 200
+BREADTH = 64
+"""Owners of one level that are followed further: each asks for a look at every object of the process."""
+SECONDS = 2.0
+"""For all leftovers of a run together: a report must not hold up the end that it reports on."""
 
 
 def with_owners(leftovers: Iterable[Leftover], adapter: Adapter) -> tuple[Leftover, ...]:
@@ -25,40 +30,58 @@ def with_owners(leftovers: Iterable[Leftover], adapter: Adapter) -> tuple[Leftov
         leftovers: As the backend reported them.
         adapter: Finds the tensors.
     """
+    until = time.monotonic() + SECONDS
+    told: dict[int, str] = {}
     found = []
     for leftover in leftovers:
-        held = [describe_owner(tensor) for tensor in adapter.holders(leftover)]
+        held = []
+        for tensor in adapter.holders(leftover):
+            if id(tensor) not in told:
+                told[id(tensor)] = describe_owner(tensor, until)
+            held.append(told[id(tensor)])
         found.append(replace(leftover, owners=tuple(dict.fromkeys(held))))
     return tuple(found)
 
 
-def describe_owner(thing: object) -> str:
+def describe_owner(thing: object, until: float = math.inf) -> str:
     """A shortest path of references to an object from something with a name.
 
     Args:
         thing: Usually a tensor.
+        until: When to give up, by `time.monotonic()`.
 
     Returns:
         Such as `module train.history[3]` or `local 'loss' of evaluate (train.py:12)`.
     """
-    ignore = {id(sys._getframe())}
-    seen = {id(thing)}
-    level: list[tuple[Any, str]] = [(thing, "")]
+    seen = {id(thing), id(sys._getframe())}
+    level: dict[int, tuple[object, str]] = {id(thing): (thing, "")}
     for _ in range(DEPTH):
-        above: list[tuple[Any, str]] = []
-        for target, path in level:
-            for owner in gc.get_referrers(target)[:BREADTH]:
-                if id(owner) in seen or id(owner) in ignore or owner is level or owner is above:
-                    continue
-                seen.add(id(owner))
+        if not level or time.monotonic() > until:
+            break
+        targets = [target for target, _ in level.values()]
+        above: dict[int, tuple[object, str]] = {}
+        own = {id(level), id(targets), id(above), *map(id, level.values())}
+        for owner in gc.get_referrers(*targets):
+            if id(owner) in seen or id(owner) in own:
+                continue
+            seen.add(id(owner))
+            for target, path in _targets(owner, level):
                 root = _root(owner, target)
                 if root:
                     return root + path
                 step = _step(owner, target)
-                if step is not None:
-                    above.append((owner, step + path))
+                if step is not None and len(above) < BREADTH:
+                    above[id(owner)] = (owner, step + path)
         level = above
     return "an owner that was not found"
+
+
+def _targets(owner: object, level: dict[int, tuple[object, str]]) -> list[tuple[object, str]]:
+    """Those of a level that an owner refers to."""
+    if isinstance(owner, types.FrameType):
+        # A running frame's locals are not among its referents.
+        return [level[id(value)] for value in owner.f_locals.values() if id(value) in level]
+    return [level[id(target)] for target in gc.get_referents(owner) if id(target) in level]
 
 
 def _root(owner: object, target: object) -> str:

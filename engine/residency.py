@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,11 @@ def unclaim(run: object) -> None:
             del _claims[module]
 
 
+def standing_on(adapter: Adapter) -> Callable[[object], bool]:
+    """Whether there is a tensor in a value that stands on the device of an adapter."""
+    return lambda value: any(adapter.resident(tensor) for tensor in tensors(value))
+
+
 class Registry:
     """The tensors of one run.
 
@@ -153,7 +158,7 @@ class Registry:
                         instead[id(slot.value)] = first
                         slot.put(first)
         self._recognise()
-        instead |= {id(self._home[id(placed)]): placed for placed in self._placed}
+        instead |= {id(self._home[id(tensor)]): tensor for tensor in self._placed if id(tensor) in self._home}
         self._replace_in_attributes(lambda tensor: instead.get(id(tensor), tensor))
 
     def _recognise(self) -> None:
@@ -162,24 +167,29 @@ class Registry:
             return
         for slot in self._tensors_of(self.model):
             original = self._originals.get(slot.name)
-            if original is not None and slot.value is not original and id(slot.value) not in self._home:
-                self._home[id(slot.value)] = original
-                self._placed.append(slot.value)
+            self._placed.append(slot.value)
+            if original is not None and slot.value is not original:
+                self._home.setdefault(id(slot.value), original)
         self._recognised = True
 
+    def _strays(self) -> list[torch.Tensor]:
+        """What was placed, and stands in no slot any more: replaced in mid-run, an optimizer may hold it."""
+        here = {id(slot.value) for slot in self._tensors_of(self.model)}
+        return list({id(tensor): tensor for tensor in self._placed if id(tensor) not in here}.values())
+
     def original_names(self) -> dict[int, str]:
-        """id of an original tensor -> its name, for recognising optimizers built too early."""
-        return {id(tensor): name for name, tensor in self._originals.items()}
+        """id of an original that placement has replaced -> its name: an optimizer over it came too early."""
+        replaced = {id(original) for original in self._home.values()}
+        return {id(tensor): name for name, tensor in self._originals.items() if id(tensor) in replaced}
 
     # -- the model ----------------------------------------------------------------------------
 
     def copy_model(self) -> dict[int, torch.Tensor]:
         """id of each resident tensor of the model -> its copy on the host. Changes nothing."""
         copies: dict[int, torch.Tensor] = {}
-        for slot in slots(self.model):
-            for tensor in tensors(slot.value):
-                if id(tensor) not in copies and self._adapter.resident(tensor):
-                    copies[id(tensor)] = self._adapter.fetch(tensor)
+        for tensor in tensors([*(slot.value for slot in slots(self.model)), *self._strays()]):
+            if self._adapter.resident(tensor):
+                copies[id(tensor)] = self._adapter.fetch(tensor)
         return copies
 
     def commit_model(self, copies: dict[int, torch.Tensor]) -> None:
@@ -191,12 +201,19 @@ class Registry:
                 here = slot.value
                 target = targets.get(id(here))
                 if target is None:
-                    target = targets[id(here)] = self._settle(slot, here, copies.get(id(here)))
+                    target = targets[id(here)] = self._settle(here, copies.get(id(here)))
                 if target is not here:
                     slot.put(target)
+            for stray in self._strays():
+                if id(stray) not in targets and not self._stands(self._home.get(id(stray))):
+                    targets[id(stray)] = self._settle(stray, copies.get(id(stray)))
         self._go_home({**copies, **self._home, **targets})
 
-    def _settle(self, slot: Slot, here: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+    def _stands(self, tensor: torch.Tensor | None) -> bool:
+        """Whether a tensor stands in a slot."""
+        return any(slot.value is tensor for slot in self._tensors_of(self.model))
+
+    def _settle(self, here: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
         """The object that stands at home for `here`, with its values."""
         target = self._home.get(id(here), here)
         here.grad = None
@@ -210,7 +227,7 @@ class Registry:
                 target.data = copy
             except RuntimeError:
                 # Another layout than the original's (sparse, for instance): it cannot hold these values.
-                target = nn.Parameter(copy, here.requires_grad) if slot.table == "_parameters" else copy
+                target = nn.Parameter(copy, here.requires_grad) if isinstance(here, nn.Parameter) else copy
         target.grad = None
         if isinstance(here, nn.Parameter) and target.is_leaf:
             target.requires_grad_(here.requires_grad)
@@ -221,6 +238,7 @@ class Registry:
         self._replace_in_attributes(lambda tensor: targets.get(id(tensor), tensor))
         for optimizer in self.optimizers:
             rebind(optimizer, targets)
+        self.optimizers = []  # one that was refused may hold foreign tensors, and nobody else holds it
         self._forget_placed()
 
     def _replace_in_attributes(self, function: Function) -> None:
@@ -237,20 +255,21 @@ class Registry:
         with torch.no_grad():
             for slot in list(self._tensors_of(self.model)):
                 here = slot.value
-                home = self._home.get(id(here))
-                if home is not None:
-                    slot.put(home)
-                elif self._adapter.resident(here):
-                    here.grad = None
-                    if here.is_leaf:
-                        here.data = torch.empty(0, dtype=here.dtype)
-                    else:
-                        slot.put(self._emptied(here))
+                slot.put(self._emptied(self._home.get(id(here), here)))
+            for stray in self._strays():
+                self._emptied(stray)
         self._go_home(dict(self._home))
         self._replace_in_attributes(self._emptied)
 
     def _emptied(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(0, dtype=tensor.dtype) if self._adapter.resident(tensor) else tensor
+        """The tensor without its device memory: the same object, unless its graph would stay with it."""
+        tensor.grad = None
+        if not self._adapter.resident(tensor):
+            return tensor
+        if not tensor.is_leaf:
+            return torch.empty(0, dtype=tensor.dtype)
+        tensor.data = torch.empty(0, dtype=tensor.dtype)
+        return tensor
 
     def keep_model(self) -> None:
         """Leave the model where it stands; only the registry's own references go."""

@@ -105,6 +105,8 @@ class Run:
             self._closed.set()
             while self._waiting:
                 self._waiting.pop()()
+            # The run's error, which the outcome holds, keeps this frame.
+            del self
 
     # -- what it is doing ---------------------------------------------------------------------
 

@@ -19,12 +19,13 @@ from interlock.specs import Entry, Lifecycle, Status
 from .driver import PATIENCE, Driver, Position
 from .errors import Cancelled, DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
-from .evidence import Errors, unpin
+from .evidence import Errors
 from .loop import check_cancel, mean_loss, note_batch, train_epoch
 from .options import Options
 from .outcome import Outcome, Residue, StatusName
 from .program import StepProgram
 from .release import ReleaseStack
+from .residency import standing_on
 from .task import Data, Task
 from .work import Work
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 T = TypeVar("T")
+
+_CHECKED = ("training", "checkpointing")
+"""Phases on whose entry the optimizer is looked at."""
 
 OBSERVERS_MAY_TAKE = 2.0
 """Seconds that the observers of a run get, together, to see its last events."""
@@ -73,7 +77,7 @@ class Session:
         self.outcome: Outcome | None = None
         self._data = data
         self._epochs = epochs
-        self._errors = Errors(options.keep_frames)
+        self.errors = Errors(options.keep_frames, standing_on(adapter))
         self._reports: list[Report] = []
         self._metrics: dict[str, float] = {}
         self._notes: list[str] = []
@@ -230,7 +234,7 @@ class Session:
 
     def _note_error(self, error: BaseException) -> str:
         """Turn an error into evidence that pins nothing; the event to fire for it."""
-        self._errors.note(error, self.driver.phase, self.position.step, self._outside)
+        self.errors.note(error, self.driver.phase, self.position.step, self._outside)
         if isinstance(error, DeadlinePassed):
             return "abandon"
         if self.adapter.is_loss_of_device(error):
@@ -238,17 +242,17 @@ class Session:
         return "interrupt" if _is_interruption(error) else "fail"
 
     def _with_errors(self, outcome: Outcome) -> Outcome:
-        failures = self._errors.failures()
+        failures = self.errors.failures()
         return replace(
             outcome,
             status=self._status(),
-            error=self._errors.first,
+            error=self.errors.first,
             failure=failures[0] if failures else None,
             errors=failures[1:],
         )
 
     def _status(self) -> StatusName:
-        error = self._errors.first
+        error = self.errors.first
         if error is not None:
             return "cancelled" if _is_interruption(error) else "failed"
         finished = any(entry.event == "finish" for entry in self.driver.slot.history)
@@ -285,7 +289,7 @@ class Session:
 
     def _tell_the_end(self, verdict: str, residue: Residue, seconds: float) -> None:
         if not self._told:
-            failures = self._errors.failures()
+            failures = self.errors.failures()
             first = f"{failures[0].type}: {failures[0].message}" if failures else ""
             left = residue.bytes if residue.known else None
             self.bus.publish(Closed(self._status(), verdict, left, first, self.position.step, seconds))
@@ -309,7 +313,8 @@ class Session:
         number = self.driver.announced
         self.bus.publish(PhaseChanged(number, entry.event, entry.source, entry.phase, held, entry.ended, at))
         # Last: a transition whose check fails was taken all the same, and is told of.
-        if entry.phase in ("training", "checkpointing") and entry.event != "train":
+        # Not one that the history only catches up with, on the way out: there the error is known.
+        if entry.phase in _CHECKED and entry.event != "train" and entry is self.driver.slot.history[-1]:
             self._work.check(f"after '{entry.event}'")
 
     def _say(self, text: str) -> None:
@@ -335,13 +340,17 @@ def carry_out(session: Session) -> Outcome:
     """Carry a session out, and then clear its own frames too from the traceback of its error.
 
     While the session ran they were executing, and could not be cleared; they would keep the whole
-    session for as long as anybody keeps the error.
+    session for as long as anybody keeps the error. The error keeps this frame as well, as the caller
+    of those: so nothing may be left in it.
     """
-    outside = sys.exc_info()[1]
+    outside, errors = sys.exc_info()[1], session.errors
     outcome = session.run()
-    if outcome.error is not None and not session.options.keep_frames:
-        unpin(outcome.error, outside)
-    return outcome
+    del session
+    try:
+        errors.unpin(outside)
+        return outcome
+    finally:
+        del outcome, errors, outside
 
 
 def _is_interruption(error: BaseException) -> bool:

@@ -77,6 +77,7 @@ class Work:
         """id -> name of the parameters when the optimizer was built."""
         self._step: Step | None = None
         self._first: Step | None = None
+        self._generated: list[Any] = []
 
     # -- for the driver -----------------------------------------------------------------------
 
@@ -163,11 +164,19 @@ class Work:
         self.model = self.scheduler = self.batches = None
         self.optimizers = ()
         self._registry = self._step = self._first = None
+        self._let_go_of_steps()
+
+    def _let_go_of_steps(self) -> None:
+        self._step = self._first = None
+        while self._generated:
+            # Frames of these functions may stand in an error's traceback, and keep their globals.
+            self._generated.pop().__globals__.clear()
 
     # -- the phases -----------------------------------------------------------------------------
 
     def _acquire(self) -> None:
         check_cancel(self._position)
+        _load_compiler()
         self._adapter.acquire()
 
     def _place(self) -> None:
@@ -191,13 +200,17 @@ class Work:
         model, registry = self.placed()
         self.optimizers = facts.as_optimizers(self._task.optimizer(model))
         registry.optimizers = list(self.optimizers)
-        self.check("when the optimizer was built")
+        try:
+            self.check("when the optimizer was built")
+        except BaseException:
+            self.optimizers = ()  # refused: it is no part of the outcome
+            raise
         (optimizer,) = self.optimizers
         self._known = {id(p): name for name, p in model.named_parameters()}
         if self._task.scheduler is not None:
             self.scheduler = self._task.scheduler(optimizer)
             facts.check_scheduler(self.scheduler, optimizer)
-        self._step, self._first = self._bind(model, optimizer)
+        self._step, self._first = self._bind(optimizer)
 
     def _validate(self) -> None:
         model, _ = self.placed()
@@ -205,8 +218,8 @@ class Work:
         self.validation = evaluate(
             model,
             self.batches,
-            self._loss_of(model),
-            (lambda batch: metrics(model, batch)) if metrics else None,
+            self._loss_of(),
+            (lambda batch: metrics(self.placed()[0], batch)) if metrics else None,
             self._move,
             self._task.batch_size,
             self._position,
@@ -214,7 +227,8 @@ class Work:
 
     def _drop(self) -> None:
         # A scheduler has learning rates of its own, which may be tensors on the device; the step holds it.
-        self.scheduler = self._step = self._first = None
+        self.scheduler = None
+        self._let_go_of_steps()
         self._stack.release("optimizer")
 
     def _measure(self) -> None:
@@ -278,16 +292,20 @@ class Work:
         first, self._first = self._first, None
         return first
 
-    def _loss_of(self, model: nn.Module) -> Callable[[Any], Any]:
-        loss = self._task.loss
-        return (lambda batch: loss(model, batch)) if loss else (lambda batch: loss_of_output(model, batch))
+    # A frame keeps its function, also once it is cleared, and the function what it closes over. The frames
+    # of these functions may stand in an error's traceback: so they close over `self`, which lets go of
+    # everything at the end, and neither over the model nor over the optimizer.
+
+    def _loss_of(self) -> Callable[[Any], Any]:
+        loss: Callable[[Any, Any], Any] = self._task.loss or loss_of_output
+        return lambda batch: loss(self.model, batch)
 
     def _move(self, batch: Any) -> Any:
         return convert(batch, self._adapter.move)
 
-    def _bind(self, model: nn.Module, optimizer: Optimizer) -> tuple[Step, Step]:
+    def _bind(self, optimizer: Optimizer) -> tuple[Step, Step]:
         """The step, and the first step: the same program with checks bound into it."""
-        loss_of, move = self._loss_of(model), self._move
+        loss_of, move = self._loss_of(), self._move
         forward = (lambda batch: loss_of(move(batch))) if self._adapter.copies else loss_of
         backward = cast("Callable[[torch.Tensor], None]", torch.Tensor.backward)
         bindings: dict[str, Any] = {
@@ -302,7 +320,7 @@ class Work:
             bindings["schedule"] = self.scheduler.step
 
         def checked_forward(batch: Any) -> torch.Tensor:
-            loss: torch.Tensor = forward(batch)
+            loss: torch.Tensor = forward(batch)  # type: ignore[no-untyped-call]
             facts.check_loss(loss)
             if self._options.nonfinite == "error":
                 facts.check_finite(loss, self._position.step + 1)
@@ -310,20 +328,32 @@ class Work:
 
         def checked_backward(loss: torch.Tensor) -> None:
             backward(loss)
-            got, trainable = facts.check_gradients(model, self.optimizers)
+            got, trainable = facts.check_gradients(self.placed()[0], self.optimizers)
             self._say(f"{got} of {trainable} parameters received a gradient in the first step")
 
         checked = self._program.bind(**{**bindings, "forward": checked_forward, "backward": checked_backward})
 
         def first(batch: Any) -> torch.Tensor:
             self.check("before the first step")
+            model, _ = self.placed()
             before = facts.fingerprints(model)
             loss: torch.Tensor = checked(batch)
             did, looked_at = facts.changed(before, model)
             self._say(f"{did} of {looked_at} parameters changed in the first update")
             return loss
 
-        return self._program.bind(**bindings), first
+        plain = self._program.bind(**bindings)
+        self._generated = [plain, checked]
+        return plain, first
+
+
+def _load_compiler() -> None:
+    """Load torch's compiler now, which the first optimizer of a process would load otherwise.
+
+    Something in that import keeps the frames it was called from, with their locals, until the garbage
+    collector runs: the first run's model would outlive the run.
+    """
+    import torch._dynamo  # noqa: F401
 
 
 def _nothing(*_: Any) -> None:

@@ -98,7 +98,7 @@ def compose(spec: Spec, monitor: Monitor) -> Spec:
 
 def _before_exit(phases: tuple[Phase, ...], added: tuple[Phase, ...]) -> tuple[Phase, ...]:
     """`added` put in front of the first exit phase, so that drawings read from top to bottom."""
-    cut = next(i for i, phase in enumerate(phases) if phase.kind == "exit")
+    cut = next((i for i, phase in enumerate(phases) if phase.kind == "exit"), len(phases) - 1)
     return (*phases[:cut], *added, *phases[cut:])
 
 

@@ -2,7 +2,7 @@
 
 A drawing in a file begins with a comment that says how it was made:
 
-    %% interlock graph training --backend cuda
+    %% interlock graph --spec training --backend cuda
 
 In a Markdown file that is the first line of a ```mermaid block, and there may be several blocks;
 in a file of its own (`.mmd`, `.dot`, `.gv`, `.svg`) it is the first line; in JSON it is the first

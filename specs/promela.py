@@ -58,7 +58,8 @@ def promela(spec: Spec) -> str:
     Returns:
         Promela text: `spin -a` makes a verifier of it, and `pan -a -N NAME` decides one claim.
         Compiled with `-DPRINTF` the verifier also prints the transitions it takes, one a line:
-        `step NUMBER: PHASE STATUSES STATES > PHASE STATUSES STATES : CHOSEN LABELS`.
+        `step NUMBER: PHASE STATUSES STATES > PHASE STATUSES STATES : CHOSEN LABELS`, and where it
+        begins: `start > PHASE STATUSES STATES : CHOSEN LABELS`.
     """
     return _Writer(spec).text()
 
@@ -80,7 +81,7 @@ class _Writer(Names):
             yield from self._arrival(phase.name)
         yield from (
             "active proctype lifecycle() {",
-            f"  d_step {{ at_{self.phases[self.spec.initial]}() }};",
+            f'  d_step {{ at_{self.phases[self.spec.initial]}(); printf("start "); after() }};',
             "  do",
         )
         for number, transition in enumerate(self.spec.transitions):

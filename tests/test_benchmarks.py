@@ -68,17 +68,6 @@ def test_one_outlier_moves_no_median(bench: Any) -> None:
     assert bench("stats").summarize([1.0] * 20 + [1000.0]).high == 1.0
 
 
-def test_the_cost_of_a_run_cancels_out_of_the_cost_of_a_step(bench: Any) -> None:
-    fixed, step = 0.3, 0.002
-    long, short = [fixed + 100 * step] * 3, [fixed + 20 * step] * 3
-    assert bench("stats").per_step(long, short, 100, 20) == pytest.approx([step] * 3)
-
-
-def test_a_long_run_must_be_the_longer_one(bench: Any) -> None:
-    with pytest.raises(ValueError, match="more steps"):
-        bench("stats").per_step([1.0], [1.0], 10, 10)
-
-
 def test_variants_are_compared_within_a_repeat(bench: Any) -> None:
     # A machine that gets slower: each ratio is 2 and each difference is small, whatever the machine does.
     timings = {"base": [1.0, 2.0, 4.0], "other": [2.0, 4.0, 8.0]}
@@ -111,6 +100,26 @@ def test_the_budget_is_kept_and_the_least_is_done(bench: Any) -> None:
     assert [len(values) for values in times.values()] == [2, 2]
 
 
+def test_a_stopwatch_sees_whole_steps_and_no_ends(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    timing = bench("timing")
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
+    watch = timing.Stopwatch(lambda model, batch: batch, first=3, last=8)
+
+    def run(steps: int) -> None:
+        nonlocal now
+        now += 100.0  # what a run costs once
+        for _ in range(steps):
+            watch(None, None)
+            now += 2.0
+        now += 100.0
+
+    assert watch.timed(lambda: run(8)) == 2.0
+    assert watch.timed(lambda: run(8)) == 2.0, "each run begins anew"
+    with pytest.raises(RuntimeError, match="7 steps were made, and not 8"):
+        watch.timed(lambda: run(7))
+
+
 # -- what is compared must be the same work ---------------------------------------------------------------
 
 
@@ -126,16 +135,27 @@ def test_unequal_weights_are_an_error_that_names_the_parameter(bench: Any) -> No
 
 @pytest.mark.parametrize("measure", ["measure_steps", "measure_runs"])
 def test_a_benchmark_of_unequal_work_measures_nothing(bench: Any, measure: str) -> None:
-    steps, timing, workloads = bench("steps"), bench("timing"), bench("workloads")
-    work, budget = workloads.WORKLOADS["tiny"], timing.Budget(0.01, 1)
+    steps, workloads = bench("steps"), bench("workloads")
 
-    def lazy(batches: Any) -> nn.Module:
-        return workloads.by_hand(work, list(batches)[:-1])
+    def ways(work: Any, folder: Path) -> dict[str, Any]:
+        def lazy(batches: Any) -> nn.Module:
+            return workloads.by_hand(work, list(batches)[:-1])
 
-    trains = {"by hand": lambda batches: workloads.by_hand(work, batches), "lazy": lazy}
-    what = {"measure_steps": (work, "list", (4, 2)), "measure_runs": (work.batches(2, "list"),)}[measure]
-    with pytest.raises(workloads.UnequalWeightsError, match="lazy"):
-        getattr(steps, measure)(trains, *what, budget, lambda _: None)
+        return {"by hand": lambda batches: workloads.by_hand(work, batches), "lazy": lazy}
+
+    what = {"kind": "list", "shrink": 10} if measure == "measure_steps" else {}
+    threads = torch.get_num_threads()
+    try:
+        with pytest.raises(workloads.UnequalWeightsError, match="lazy"):
+            getattr(steps, measure)(
+                ways,
+                workloads.WORKLOADS["tiny"],
+                budget=bench("timing").Budget(0.01, 1),
+                tell=lambda _: None,
+                **what,
+            )
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", ["tiny", "digits", "transformer"])
@@ -144,7 +164,7 @@ def test_a_list_and_a_loader_give_the_same_batches(bench: Any, name: str) -> Non
     pairs = list(zip(work.batches(3, "list"), work.batches(3, "loader"), strict=True))
     assert len(pairs) == 3
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
-    assert work.long % 50 == work.short % 50 == 0, "the difference must hold a whole number of reports"
+    assert work.steps % 50 == 0, "what is timed must hold a whole number of reports"
 
 
 # -- the command ------------------------------------------------------------------------------------------

@@ -151,7 +151,10 @@ def test_an_error_while_importing_is_the_cause(folder: Path):
 
 def test_a_missing_import_inside_of_the_file_is_its_error_and_not_ours(folder: Path):
     (folder / "broken.py").write_text("import no_such_package\n")
-    with pytest.raises(LoadError, match="raised ModuleNotFoundError") as caught, task_from(f"{folder}/broken.py:t"):
+    with (
+        pytest.raises(LoadError, match="raised ModuleNotFoundError") as caught,
+        task_from(f"{folder}/broken.py:t"),
+    ):
         pass
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 

@@ -58,7 +58,7 @@ def test_without_an_engine_the_bug_is_alive() -> None:
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     after = values(model)
     assert all(torch.equal(after[name], before[name]) for name in NAMES)
     assert losses[:6] == losses[6:12] == losses[12:]
@@ -176,8 +176,7 @@ def loss_from(function: Callable[[nn.Module, Any], Any]) -> dict[str, Any]:
 
 
 def with_unconnected_loss() -> dict[str, Any]:
-    other = net(3)
-    return loss_from(lambda _, batch: loss_of(other, batch))
+    return loss_from(lambda _, batch: loss_of(net(3), batch))
 
 
 def without_head() -> dict[str, Any]:
@@ -363,7 +362,8 @@ def test_without_its_check_it_is_not(backend: str, wrong: Wrong, monkeypatch: py
     """The planted fault: a check that does nothing. So the refusal above is that check's."""
     monkeypatch.setattr(f"interlock.facts.{wrong.check}", unchecked)
     outcome = run(backend, task(**wrong.changes()))
-    assert type(outcome.error) is not wrong.error or wrong.says not in str(outcome.error)
+    found = type(outcome.error) is wrong.error and wrong.says in str(outcome.error)
+    assert not found or outcome.steps > 0  # by a later check, after updates
 
 
 @on_each_backend
@@ -708,7 +708,7 @@ def test_tied_weights_stay_tied_from_placement_to_homecoming(backend: str) -> No
 
     def optimizer(model: nn.Module) -> torch.optim.Optimizer:
         seen.append(len(set(of(model))))
-        return SGD(model.parameters(), 0.1)
+        return SGD(model.parameters(), 0.01)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         seen.append(len(set(of(model))))
@@ -718,12 +718,13 @@ def test_tied_weights_stay_tied_from_placement_to_homecoming(backend: str) -> No
     weight, plain = model.embed.weight, model.plain
     what = il.Task(model=model, optimizer=optimizer, loss=loss)
     finished(run(backend, what, tokens()))
+    assert len(seen) == 6
     assert set(seen) == {1}
     assert set(of(model)) == {id(weight)}
     assert model.plain is plain
     assert len(list(model.parameters())) == 2
     by_hand = seeded(Tied)
-    train_by_hand(by_hand, SGD(by_hand.parameters(), 0.1), tokens(), loss=tied_loss)
+    train_by_hand(by_hand, SGD(by_hand.parameters(), 0.01), tokens(), loss=tied_loss)
     assert same(values(by_hand), values(model))
 
 
@@ -785,7 +786,7 @@ def train_by_hand(
             optimizer.step()
             if scheduler is not None and every == "step":
                 scheduler.step()
-            losses.append(float(value))
+            losses.append(value.item())
         if scheduler is not None and every == "epoch":
             scheduler.step()
     return losses
@@ -907,11 +908,11 @@ def test_the_comparison_finds_a_step_that_does_not_do_all(method: str, monkeypat
 
     bind = Work._bind
 
-    def wrong(self: Work, model: Any, optimizer: Any) -> Any:
+    def wrong(self: Work, optimizer: Any) -> Any:
         right = getattr(optimizer, method)
         setattr(optimizer, method, (lambda: None) if method == "zero_grad" else (lambda: (right(), right())))
         try:
-            return bind(self, model, optimizer)
+            return bind(self, optimizer)
         finally:
             delattr(optimizer, method)
 

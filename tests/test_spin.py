@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tools import spin
+from tools import spin, tiny
 from tools.mutation import Judged, all_judged, compositions
 
-from interlock.specs import Report, Result, Spec, check
+from interlock.specs import Pattern, Report, Result, Spec, check, into, on
 from interlock.specs.graph import Graph
 from interlock.specs.ltl import claims, untranslated
 from interlock.specs.mutants import judge, own_lifecycle
@@ -96,6 +96,22 @@ def test_agrees_on_mutants_that_refute_each_property(tmp_path: Path) -> None:
 def test_agrees_on_many_mutants(tmp_path: Path) -> None:
     chosen = sample(each=10, survivors=60)
     assert compared(((one.mutant.spec, judge(one.mutant)) for one in chosen), tmp_path) == []
+
+
+@pytest.mark.spin
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_agrees_on_tiny_specs_and_on_random_ones(tmp_path: Path) -> None:
+    specs = [case.values[0] for case in tiny.CASES]
+    for prop in (
+        tiny.of(Pattern.EXISTENCE, into("n1")),
+        tiny.of(Pattern.PRECEDENCE, on("x"), first=on("y"), since=on("z")),
+        tiny.of(Pattern.RESPONSE, on("x")),
+        tiny.of(Pattern.ABSENCE, on("x"), after=on("y")),
+        tiny.of(Pattern.BOUNDED_EXISTENCE, on("x")),
+    ):
+        specs += tiny.random_specs(40, prop)
+    assert compared(((spec, check(spec, life=own_lifecycle(spec))) for spec in specs), tmp_path) == []
 
 
 PLANTED = {

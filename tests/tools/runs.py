@@ -45,9 +45,12 @@ task = il.Task(**parts, epochs=2)
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a child: like ours, without what changes colours and widths."""
+    """The environment of a child: like ours, without what changes colours and widths.
+
+    One thread: beside other work, several spend their time waiting for each other on such small models.
+    """
     kept = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS", "HANG")}
-    return {**kept, **more}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
 
 
 def command(*words: Any, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:

@@ -24,6 +24,7 @@ FLAGS = ("-O0", "-w", "-DNOREDUCE", "-DNOFAIR", "-DPRINTF")
 # A small hash table, and a stack deep enough for each spec: a search that hits the limit is an error.
 LIMITS = ("-w14", "-m200000")
 _STEP = re.compile(r"^step (\d+): ([\d ]+)> ([\d ]+): (\d+)((?: \d+)*)$", re.MULTILINE)
+_START = re.compile(r"^start > ([\d ]+): (\d+)", re.MULTILINE)
 _FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
 
 
@@ -86,7 +87,8 @@ def decide(spec: Spec, folder: Path, text: str = "") -> Found:
     _run(folder, "gcc", *FLAGS, "-o", "pan", "pan.c")
     output = _verify(folder, "whole_space")
     steps = frozenset(_step(*match.groups()) for match in _STEP.finditer(output))
-    model = _Model(spec, steps)
+    start, chosen = _START.search(output).groups()
+    model = _Model(spec, steps, tuple(int(part) for part in start.split()), int(chosen))
     results = {
         p.name: _result(_BY_STEPS[p.pattern](model)) for p in spec.properties if p.pattern in _BY_STEPS
     }
@@ -127,15 +129,14 @@ def _step(number: str, source: str, dest: str, chosen: str, words: str) -> Step:
 class _Model:
     """What the verifier printed, beside the spec's data."""
 
-    def __init__(self, spec: Spec, steps: frozenset[Step]) -> None:
+    def __init__(self, spec: Spec, steps: frozenset[Step], start: tuple[int, ...], chosen: int) -> None:
         self.spec = spec
         self.steps = steps
+        self.start = start
+        self.choices = {start: chosen} | {step.dest: step.chosen for step in steps}
         self.phases = [phase.name for phase in spec.phases]
-        self.ends = {phase.name: number for number, phase in enumerate(spec.phases)}[spec.terminal]
-        self.start = next(
-            s.source for s in steps if s.source[0] == 0 and not any(s.source[1 : 1 + len(spec.resources)])
-        )
-        self.configurations = {step.source for step in steps} | {step.dest for step in steps}
+        self.ends = self.phases.index(spec.terminal)
+        self.configurations = set(self.choices)
         self.labels = {number for step in steps for number in step.labels}
 
     def vacuous(self, claim: Claim) -> bool:
@@ -178,9 +179,7 @@ class _Model:
             if t.wish or kinds[t.source] is Kind.EXIT
         )
         rows = [
-            (phase, n, by_row[phase, event].wish)
-            for phase, row in spec.table.items()
-            for n, event in enumerate(row)
+            (phase, n, by_row[phase, e].wish) for phase, row in spec.table.items() for n, e in enumerate(row)
         ]
         seen = {wish: self._chosen(wish) for _, _, wish in rows}
         return entered and taken and entries and all((phase, n) in seen[wish] for phase, n, wish in rows)
@@ -188,17 +187,7 @@ class _Model:
     def _chosen(self, wish: str) -> set[tuple[str, int]]:
         graph = self.graph(lambda t: t.wish in ("", wish))
         nodes = {self.start} | nx.descendants(graph, self.start)
-        found = {
-            (self.phases[s.dest[0]], n)
-            for s in self.steps
-            if s.dest in nodes
-            for n in range(30)
-            if s.chosen >> n & 1
-        }
-        # The start is entered by no step: what its row holds can be chosen if it can be taken.
-        row = self.spec.table.get(self.spec.initial, ())
-        taken = {self.spec.transitions[s.number].event for s in self.steps if s.source == self.start}
-        return found | {(self.spec.initial, n) for n, event in enumerate(row) if event in taken}
+        return {(self.phases[node[0]], n) for node in nodes for n in range(30) if self.choices[node] >> n & 1}
 
 
 _BY_STEPS: dict[Pattern, Callable[[_Model], bool]] = {
