@@ -23,7 +23,7 @@ SOURCES := $(sort $(shell find engine backends specs -type f -not -path '*/__pyc
 MADE    := $(VENV)/stamps# a removed .venv takes them along
 WHEEL   := dist/.built
 
-.PHONY: help demo test check unit nightly bench constraints clean install install-demo FORCE
+.PHONY: help demo test check unit nightly bench bench-peers constraints clean install install-demo FORCE
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -51,6 +51,19 @@ nightly: install ## the long tier; its figures go to docs/evidence/nightly.md
 
 bench: install ## the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+PEERS := .venv-peers
+
+bench-peers: $(PEERS)/.made ## the benchmarks beside Lightning, Accelerate and Ignite, in an environment of their own
+	$(PEERS)/bin/python benchmarks/run_peers.py $(ARGS)
+
+$(PEERS)/.made: benchmarks/peers/constraints.txt $(WHEEL)
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
+	    --constraint benchmarks/peers/constraints.txt torch lightning accelerate pytorch-ignite scikit-learn rich transitions
+	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --force-reinstall \
+	    dist/interlock-*.whl
+	touch $@
 
 # The environment, in steps that an unchanged tree does not repeat
 

@@ -52,8 +52,9 @@ class Adapter:
     Attributes:
         name: How users call it; the entry point's name for third parties.
         monitor: What it adds to the lifecycles.
-        copies: Whether `fetch` really copies, and might therefore block: then the engine calls it
-            on a thread of its own, under a deadline.
+        copies: Whether there is a device beside the host. Then `fetch` copies, and might block: the
+            engine calls it on a thread of its own, under a deadline. If not, nothing is ever
+            `resident`.
     """
 
     name: ClassVar[str]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
@@ -29,20 +29,28 @@ _SWITCH = threading.Lock()
 """The switch below is process-wide; two placements must not see each other's setting."""
 
 
-@contextmanager
-def replacing_parameters() -> Iterator[None]:
-    """Within the block, `nn.Module` conversions make new Parameters; afterwards as it was."""
-    with _SWITCH:
-        before = torch.__future__.get_overwrite_module_params_on_conversion()
+class replacing_parameters:  # noqa: N801 - used as a function is
+    """Within the block, `nn.Module` conversions make new Parameters; afterwards as it was.
+
+    Not by `contextlib`, whose managers set attributes on the exception that passes: some refuse that.
+    """
+
+    def __enter__(self) -> None:
+        _SWITCH.acquire()
+        self.before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
-        try:
-            yield
-        finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(before)
+
+    def __exit__(self, *_: object) -> None:
+        torch.__future__.set_overwrite_module_params_on_conversion(self.before)
+        _SWITCH.release()
 
 
 class Ledger(TorchDispatchMode):
-    """Counts the storages that operations make while it is active on the present thread."""
+    """Counts the storages that operations make from counted ones while it is active on this thread.
+
+    What is made from nothing, or from what stands on the host, stands on the host: a model that the
+    run builds, a batch that the loader makes.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,11 +67,17 @@ class Ledger(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         given = {storage._cdata for tensor in _tensors((args, kwargs)) for storage in _storages(tensor)}
-        for tensor in _tensors(out):
-            for storage in _storages(tensor):
-                if storage._cdata not in given:
-                    self._enter(storage, str(func))
+        if self._counts(given):
+            for tensor in _tensors(out):
+                for storage in _storages(tensor):
+                    if storage._cdata not in given:
+                        self._enter(storage, str(func))
         return out
+
+    def _counts(self, storages: set[int]) -> bool:
+        with self._lock:
+            entries = [self._blocks[key] for key in storages if key in self._blocks]
+        return any(not reference.expired() for reference, _, _ in entries)
 
     def enter(self, tensor: torch.Tensor, origin: str) -> None:
         """Count the tensor's storage from now on, until it dies."""

@@ -100,9 +100,19 @@ def faulty(adapter_class: type[Adapter], *faults: Fault) -> Adapter:
         The adapter; its `counts` say how often each call was made, so that a first run without
         faults enumerates every point at which one can be placed.
     """
-    namespace: dict[str, Any] = {"copies": True, "name": adapter_class.name}
-    combined = type(f"Faulty{adapter_class.__name__}", (_Faulty, adapter_class), namespace)
-    adapter: Any = combined()
+    return inject(adapter_class(), *faults)
+
+
+def inject(made: Adapter, *faults: Fault) -> Adapter:
+    """The same for an adapter that was made already, and that is changed by it.
+
+    Args:
+        made: Not in use.
+        faults: As for `faulty`.
+    """
+    adapter: Any = made
+    namespace: dict[str, Any] = {"copies": True, "name": made.name}
+    adapter.__class__ = type(f"Faulty{type(made).__name__}", (_Faulty, type(made)), namespace)
     adapter.faults = faults
     adapter.counts = {}
     return adapter  # type: ignore[no-any-return]

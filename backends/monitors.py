@@ -15,7 +15,6 @@ from interlock.specs import (
     Phase,
     Property,
     Scope,
-    Transition,
     Verb,
     does,
     on,

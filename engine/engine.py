@@ -5,6 +5,7 @@ An engine holds settings and no state of any run, so one may serve many runs and
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -25,7 +26,7 @@ from .session import Session, carry_out
 from .task import Data, Task
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 class Engine:
@@ -67,8 +68,7 @@ class Engine:
         _one_of("exit", exit, get_args(ExitPolicy))
         _one_of("nonfinite", nonfinite, get_args(Nonfinite))
         _one_of("debug", debug, ("", "keep_frames"))
-        if report_every < 1 or deadline <= 0:
-            raise TaskError("report_every must be at least 1, and deadline more than 0 seconds")
+        _check_numbers(report_every, deadline)
         self._adapter: Adapter | None = backend if isinstance(backend, Adapter) else None
         self._class = type(backend) if isinstance(backend, Adapter) else adapter_class(backend)
         self.backend = self._class.name
@@ -182,6 +182,17 @@ class Engine:
         except BaseException:
             bus.finish(1.0)
             raise
+
+
+def _check_numbers(every: Any, deadline: Any) -> None:
+    """Refuse what would fail later: a deadline that cannot be waited for fails on the way out."""
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise TaskError(f"report_every must be a whole number of at least 1, got {every!r}")
+    number = isinstance(deadline, (int, float)) and not isinstance(deadline, bool)
+    if not number or not 0 < deadline <= threading.TIMEOUT_MAX:
+        raise TaskError(
+            f"deadline must be more than 0 seconds, and at most {threading.TIMEOUT_MAX:.0f}, got {deadline!r}"
+        )
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from types import FrameType, FunctionType, TracebackType
 from typing import NoReturn, TypeAlias
 
-
 OnDevice: TypeAlias = Callable[[object], bool]
 
 
@@ -138,6 +137,7 @@ class Errors:
         self._keep_frames = keep_frames
         self._on_device = on_device
         self._noted: list[tuple[BaseException, str, int]] = []
+        self._outside: BaseException | None = None
 
     @property
     def first(self) -> BaseException | None:
@@ -154,16 +154,17 @@ class Errors:
             outside: As for `unpin`.
         """
         # Before anything else: an interrupt may land in any of the lines below.
+        self._outside = outside or self._outside
         if all(error is not noted for noted, _, _ in self._noted):
             self._noted.append((error, phase, step))
         # All of them: an interrupt that cut this short is an error itself, and leads back here.
-        self.unpin(outside)
+        self.unpin()
 
-    def unpin(self, outside: BaseException | None) -> None:
+    def unpin(self) -> None:
         """Let go of what the errors keep alive; frames that were executing then may have ended since."""
         if not self._keep_frames:
             for noted, _, _ in self._noted:
-                unpin(noted, outside, self._on_device)
+                unpin(noted, self._outside, self._on_device)
 
     def failures(self) -> tuple[Failure, ...]:
         """All errors as text, in order; the later ones are noted on the first."""

@@ -34,6 +34,7 @@ from .errors import (
     TaskError,
     UnusedParameterWarning,
 )
+from .task import parameters_of
 
 _HOW = (
     "build it in the task's `optimizer` function, from the model that is passed in: "
@@ -236,11 +237,8 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 def required(function: Any) -> list[str]:
     """The names of the arguments without which a function cannot be called."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return []
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = parameters_of(function).values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
 
 
@@ -364,8 +362,15 @@ def check_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[
     return trainable - len(without), trainable
 
 
+SMALL = 65_536
+"""Elements up to which a parameter is copied for comparison, which is quicker then, and exact."""
+
+
 def fingerprints(model: nn.Module) -> dict[str, torch.Tensor]:
-    """name -> two numbers per trainable parameter that change when its values do (practically)."""
+    """name -> what changes when the values of a trainable parameter do.
+
+    A copy of a small parameter; of a large one two numbers, which change practically always.
+    """
     with torch.no_grad():
         return {
             name: _fingerprint(p) for name, p in model.named_parameters() if p.requires_grad and p.numel()
@@ -376,6 +381,8 @@ def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
     values = parameter.detach()
     if values.layout is not torch.strided:
         values = values.to_dense()
+    if values.numel() <= SMALL:
+        return values.clone()
     if values.is_complex():
         values = torch.view_as_real(values)
     # In double precision, or the change of few values among many would drown; not all devices have it.

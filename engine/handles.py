@@ -71,7 +71,7 @@ class _Handle:
 
     def _offload(self) -> Outcome:
         self._go("offload", lambda: self._session.driver.fire("offload"))
-        return self._session.conclude()
+        return self._session.close()
 
 
 @final
@@ -88,11 +88,16 @@ class Created(_Handle):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._session.outcome is not None:
-            return
-        if error is None and self._session.driver.phase == "training":
-            self._session.perform(lambda: self._session.end("stop"))
-        self._session.conclude(error)
+        session = self._session
+        if session.outcome is None:
+            if error is None and session.driver.phase == "training":
+                session.perform(lambda: session.end("stop"))
+            if error is None:
+                session.close()
+            else:
+                session.conclude(error)
+        # The handles' own frames stand in its traceback, and have ended by now.
+        session.errors.unpin()
 
     def place(self) -> Placed:
         """Take the device and move the model there."""
@@ -181,11 +186,19 @@ class Training(_Handle):
         return self._session.perform(lambda: self._session.validate(batches))
 
     def finish(self) -> Outcome:
-        """End the run well: everything comes home."""
+        """End the run well: everything comes home.
+
+        Returns:
+            The outcome.
+
+        Raises:
+            BaseException: Whatever went wrong on the way, the same object; `outcome` of the first handle
+                has the outcome then, as it has after each of the errors raised here.
+        """
         self._go("finish", lambda: self._session.end("finish"))
-        return self._session.conclude()
+        return self._session.close()
 
     def stop(self) -> Outcome:
         """End the run before its work is done, keeping the results."""
         self._go("stop", lambda: self._session.end("stop"))
-        return self._session.conclude()
+        return self._session.close()

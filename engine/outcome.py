@@ -12,9 +12,10 @@ from .events import Report
 from .evidence import Failure
 
 if TYPE_CHECKING:
-    from interlock.backends.adapter import Leftover
     from torch import nn
     from torch.optim import Optimizer
+
+    from interlock.backends.adapter import Leftover
 
 StatusName = Literal["finished", "stopped", "failed", "cancelled"]
 

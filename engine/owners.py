@@ -6,6 +6,7 @@ Slow (it asks the garbage collector for referrers), and called only when somethi
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import sys
 import time
@@ -61,11 +62,17 @@ def describe_owner(thing: object, until: float = math.inf) -> str:
         targets = [target for target, _ in level.values()]
         above: dict[int, tuple[object, str]] = {}
         own = {id(level), id(targets), id(above), *map(id, level.values())}
+        running = _of_running(level)
+        if running:
+            return running
         for owner in gc.get_referrers(*targets):
             if id(owner) in seen or id(owner) in own:
                 continue
             seen.add(id(owner))
-            for target, path in _targets(owner, level):
+            for target in gc.get_referents(owner):
+                if id(target) not in level:
+                    continue
+                path = level[id(target)][1]
                 root = _root(owner, target)
                 if root:
                     return root + path
@@ -76,21 +83,38 @@ def describe_owner(thing: object, until: float = math.inf) -> str:
     return "an owner that was not found"
 
 
-def _targets(owner: object, level: dict[int, tuple[object, str]]) -> list[tuple[object, str]]:
-    """Those of a level that an owner refers to."""
-    if isinstance(owner, types.FrameType):
-        # A running frame's locals are not among its referents.
-        return [level[id(value)] for value in owner.f_locals.values() if id(value) in level]
-    return [level[id(target)] for target in gc.get_referents(owner) if id(target) in level]
+def _of_running(level: dict[int, tuple[object, str]]) -> str:
+    """A local variable of a function that is running, on any thread: the collector knows nothing of these."""
+    for top in sys._current_frames().values():
+        frame: types.FrameType | None = top
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").partition(".")[0] != "interlock":
+                for name, value in _locals_of(frame):
+                    if id(value) in level:
+                        return _local(name, frame) + level[id(value)][1]
+            frame = frame.f_back
+    return ""
+
+
+def _locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
+    names = frame.f_locals
+    found = list(names.items())
+    if isinstance(names, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        # Before Python 3.13 this is a copy that the frame keeps: a `del` in it would free nothing any more.
+        names.clear()
+    return found
+
+
+def _local(name: str, frame: types.FrameType) -> str:
+    return f"local '{name}' of {frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _root(owner: object, target: object) -> str:
     """The name of an owner that ends the search; empty for one that does not."""
     if isinstance(owner, types.FrameType):
-        names = [name for name, value in owner.f_locals.items() if value is target]
-        where = f"{owner.f_code.co_qualname} ({owner.f_code.co_filename}:{owner.f_lineno})"
-        own = owner.f_globals.get("__name__", "") in (__name__, "interlock.session", "interlock.driver")
-        return f"local '{names[0]}' of {where}" if names and not own else ""
+        names = [name for name, value in _locals_of(owner) if value is target]
+        own = owner.f_globals.get("__name__", "").partition(".")[0] == "interlock"
+        return _local(names[0], owner) if names and not own else ""
     if isinstance(owner, dict):
         module = _module_of(owner)
         if module:

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from interlock.backends.adapter import Adapter
 from torch import nn
 from torch.optim import Optimizer
+
+from interlock.backends.adapter import Adapter
 
 from .batches import Function, replace_in, tensors
 from .errors import RunInUse
@@ -56,6 +57,8 @@ class Slot:
 
 _BASE = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
+_PLAIN = (int, float, str, bytes, type(None))
+"""What most other attributes are, and no tensor is in."""
 
 
 def slots(model: nn.Module) -> Iterator[Slot]:
@@ -63,15 +66,24 @@ def slots(model: nn.Module) -> Iterator[Slot]:
 
     Tied tensors appear once for each slot in which they stand.
     """
+    yield from registered(model)
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for attribute, value in list(vars(module).items()):
+            if attribute in _BASE or isinstance(value, _PLAIN):
+                continue
+            if any(True for _ in tensors(value)):
+                yield Slot(module, attribute, "__dict__", dot + attribute)
+
+
+def registered(model: nn.Module) -> Iterator[Slot]:
+    """The slots of a model's parameters and buffers."""
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for table in ("_parameters", "_buffers"):
             for attribute, value in list(getattr(module, table).items()):
                 if value is not None:
                     yield Slot(module, attribute, table, dot + attribute)
-        for attribute, value in list(vars(module).items()):
-            if attribute not in _BASE and any(True for _ in tensors(value)):
-                yield Slot(module, attribute, "__dict__", dot + attribute)
 
 
 _claims: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
@@ -131,15 +143,11 @@ class Registry:
         self.optimizers: list[Optimizer] = []
         self.identity_lost: list[str] = []
         self._adapter = adapter
-        self._originals = {slot.name: slot.value for slot in self._tensors_of(model)}
+        self._originals = {slot.name: slot.value for slot in registered(model)}
         self._home: dict[int, torch.Tensor] = {}
         self._placed: list[torch.Tensor] = []
         self._recognised = False
         self.ties = _ties(self._originals)
-
-    @staticmethod
-    def _tensors_of(model: nn.Module) -> Iterator[Slot]:
-        return (slot for slot in slots(model) if slot.table != "__dict__")
 
     def after_placement(self) -> None:
         """Tie again what was tied, and note which new object stands for which original one.
@@ -150,7 +158,7 @@ class Registry:
         separate: list[torch.Tensor] = []  # kept alive, so that no other tensor gets one of their ids
         for group in self.ties:
             first = None
-            for slot in self._tensors_of(self.model):
+            for slot in registered(self.model):
                 if slot.name in group:
                     first = slot.value if first is None else first
                     if slot.value is not first:
@@ -159,13 +167,14 @@ class Registry:
                         slot.put(first)
         self._recognise()
         instead |= {id(self._home[id(tensor)]): tensor for tensor in self._placed if id(tensor) in self._home}
-        self._replace_in_attributes(lambda tensor: instead.get(id(tensor), tensor))
+        if instead:
+            self._replace_in_attributes(lambda tensor: instead.get(id(tensor), tensor))
 
     def _recognise(self) -> None:
         """Note what stands for which original; also after a placement that was cut short."""
         if self._recognised:
             return
-        for slot in self._tensors_of(self.model):
+        for slot in registered(self.model):
             original = self._originals.get(slot.name)
             self._placed.append(slot.value)
             if original is not None and slot.value is not original:
@@ -174,7 +183,7 @@ class Registry:
 
     def _strays(self) -> list[torch.Tensor]:
         """What was placed, and stands in no slot any more: replaced in mid-run, an optimizer may hold it."""
-        here = {id(slot.value) for slot in self._tensors_of(self.model)}
+        here = {id(slot.value) for slot in registered(self.model)}
         return list({id(tensor): tensor for tensor in self._placed if id(tensor) not in here}.values())
 
     def original_names(self) -> dict[int, str]:
@@ -187,6 +196,8 @@ class Registry:
     def copy_model(self) -> dict[int, torch.Tensor]:
         """id of each resident tensor of the model -> its copy on the host. Changes nothing."""
         copies: dict[int, torch.Tensor] = {}
+        if not self._adapter.copies:
+            return copies
         for tensor in tensors([*(slot.value for slot in slots(self.model)), *self._strays()]):
             if self._adapter.resident(tensor):
                 copies[id(tensor)] = self._adapter.fetch(tensor)
@@ -197,7 +208,7 @@ class Registry:
         self._recognise()
         targets: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            for slot in list(self._tensors_of(self.model)):
+            for slot in list(registered(self.model)):
                 here = slot.value
                 target = targets.get(id(here))
                 if target is None:
@@ -211,7 +222,7 @@ class Registry:
 
     def _stands(self, tensor: torch.Tensor | None) -> bool:
         """Whether a tensor stands in a slot."""
-        return any(slot.value is tensor for slot in self._tensors_of(self.model))
+        return any(slot.value is tensor for slot in registered(self.model))
 
     def _settle(self, here: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
         """The object that stands at home for `here`, with its values."""
@@ -235,9 +246,11 @@ class Registry:
 
     def _go_home(self, targets: Mapping[int, torch.Tensor]) -> None:
         """What refers to the placed tensors from elsewhere follows; then they are forgotten."""
-        self._replace_in_attributes(lambda tensor: targets.get(id(tensor), tensor))
-        for optimizer in self.optimizers:
-            rebind(optimizer, targets)
+        moved = {key: target for key, target in targets.items() if id(target) != key}
+        if moved:
+            self._replace_in_attributes(lambda tensor: moved.get(id(tensor), tensor))
+            for optimizer in self.optimizers:
+                rebind(optimizer, moved)
         self.optimizers = []  # one that was refused may hold foreign tensors, and nobody else holds it
         self._forget_placed()
 
@@ -253,7 +266,7 @@ class Registry:
         """Drop the model's device memory without copying it."""
         self._recognise()
         with torch.no_grad():
-            for slot in list(self._tensors_of(self.model)):
+            for slot in list(registered(self.model)):
                 here = slot.value
                 slot.put(self._emptied(self._home.get(id(here), here)))
             for stray in self._strays():
@@ -273,12 +286,12 @@ class Registry:
 
     def keep_model(self) -> None:
         """Leave the model where it stands; only the registry's own references go."""
-        for slot in self._tensors_of(self.model):
+        for slot in registered(self.model):
             slot.value.grad = None
         self._forget_placed()
 
     def _forget_placed(self) -> None:
-        here = {slot.name: slot.value for slot in self._tensors_of(self.model)}
+        here = {slot.name: slot.value for slot in registered(self.model)}
         self.identity_lost += [
             name for name, original in self._originals.items() if here.get(name) is not original
         ]
@@ -291,6 +304,8 @@ class Registry:
     def copy_state(self) -> dict[int, torch.Tensor]:
         """id of each resident tensor of state and groups -> its copy on the host."""
         copies: dict[int, torch.Tensor] = {}
+        if not self._adapter.copies:
+            return copies
         for tensor in self._state_tensors():
             if id(tensor) not in copies and self._adapter.resident(tensor):
                 copies[id(tensor)] = self._adapter.fetch(tensor)
@@ -302,7 +317,8 @@ class Registry:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
-            _replace_in_optimizer(optimizer, lambda tensor: copies.get(id(tensor), tensor))
+            if copies:
+                _replace_in_optimizer(optimizer, lambda tensor: copies.get(id(tensor), tensor))
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -322,7 +338,7 @@ class Registry:
     def forget_model(self) -> None:
         """Put the originals back where placement replaced them, without touching the device."""
         self._recognise()
-        for slot in list(self._tensors_of(self.model)):
+        for slot in list(registered(self.model)):
             here = slot.value
             here.grad = None
             home = self._home.get(id(here))

@@ -19,7 +19,7 @@ from interlock.specs import Entry, Lifecycle, Status
 from .driver import PATIENCE, Driver, Position
 from .errors import Cancelled, DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
-from .evidence import Errors
+from .evidence import Errors, raise_again
 from .loop import check_cancel, mean_loss, note_batch, train_epoch
 from .options import Options
 from .outcome import Outcome, Residue, StatusName
@@ -31,8 +31,9 @@ from .work import Work
 
 if TYPE_CHECKING:
     import torch
-    from interlock.backends.adapter import Adapter
     from torch import nn
+
+    from interlock.backends.adapter import Adapter
 
 T = TypeVar("T")
 
@@ -222,6 +223,22 @@ class Session:
                 error = late
         raise NoWayOut(self.driver.phase, PATIENCE) from error
 
+    def close(self) -> Outcome:
+        """End the run from outside of the engine's loop.
+
+        Raises:
+            BaseException: Whatever went wrong on the way out, the same object.
+        """
+        outcome = self.conclude()
+        if outcome.error is None:
+            return outcome
+        error = outcome.error
+        del outcome, self
+        try:
+            raise_again(error)
+        finally:
+            del error
+
     def _leave(self, error: BaseException | None) -> None:
         self._losses = []  # they stand on the device
         with self.adapter.session():
@@ -343,14 +360,13 @@ def carry_out(session: Session) -> Outcome:
     session for as long as anybody keeps the error. The error keeps this frame as well, as the caller
     of those: so nothing may be left in it.
     """
-    outside, errors = sys.exc_info()[1], session.errors
-    outcome = session.run()
+    errors, outcome = session.errors, session.run()
     del session
     try:
-        errors.unpin(outside)
+        errors.unpin()
         return outcome
     finally:
-        del outcome, errors, outside
+        del outcome, errors
 
 
 def _is_interruption(error: BaseException) -> bool:

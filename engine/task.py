@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -87,7 +88,7 @@ class Task:
                 "replace: pass a function that builds it, as `optimizer=lambda model: "
                 "torch.optim.AdamW(model.parameters())`"
             )
-        elif isinstance(optimizer, type) and hasattr(optimizer, "add_param_group"):
+        elif hasattr(optimizer, "add_param_group") and "params" in parameters_of(optimizer):
             yield (
                 f"optimizer is the class {optimizer.__name__}, which takes parameters and not a model: "
                 f"pass `optimizer=lambda model: {optimizer.__name__}(model.parameters())`"
@@ -145,6 +146,14 @@ _FUNCTIONS = {
     "data": "nothing to batches",
     "batch_size": "a batch to its number of samples",
 }
+
+
+def parameters_of(function: Any) -> dict[str, inspect.Parameter]:
+    """The parameters of anything that can be called, by name; none where they cannot be known."""
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
 
 
 def is_batches(value: Any) -> bool:

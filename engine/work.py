@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from interlock.backends.adapter import Adapter
-from interlock.specs import Spec
 from torch import nn
 from torch.optim import Optimizer
+
+from interlock.backends.adapter import Adapter
+from interlock.specs import Spec
 
 from . import facts
 from .batches import convert
@@ -63,7 +64,7 @@ class Work:
         self.validation: dict[str, float] = {}
         self.batches: Any = None
         """What the next validation goes over."""
-        self._task = task
+        self._task: Task | None = task
         self._adapter = adapter
         self._program = program
         self._options = options
@@ -163,8 +164,13 @@ class Work:
         self._say = _nothing
         self.model = self.scheduler = self.batches = None
         self.optimizers = ()
-        self._registry = self._step = self._first = None
+        self._task = self._registry = self._step = self._first = None
         self._let_go_of_steps()
+
+    def _todo(self) -> Task:
+        if self._task is None:
+            raise TaskError("the run is closed, and has let go of its task")
+        return self._task
 
     def _let_go_of_steps(self) -> None:
         self._step = self._first = None
@@ -181,7 +187,7 @@ class Work:
 
     def _place(self) -> None:
         check_cancel(self._position)
-        source = self._task.model
+        source = self._todo().model
         model: Any = source if isinstance(source, nn.Module) else source()
         if not isinstance(model, nn.Module):
             hint = ": is a `return` missing?" if model is None else ""
@@ -198,7 +204,7 @@ class Work:
     def _optimize(self) -> None:
         check_cancel(self._position)
         model, registry = self.placed()
-        self.optimizers = facts.as_optimizers(self._task.optimizer(model))
+        self.optimizers = facts.as_optimizers(self._todo().optimizer(model))
         registry.optimizers = list(self.optimizers)
         try:
             self.check("when the optimizer was built")
@@ -207,21 +213,22 @@ class Work:
             raise
         (optimizer,) = self.optimizers
         self._known = {id(p): name for name, p in model.named_parameters()}
-        if self._task.scheduler is not None:
-            self.scheduler = self._task.scheduler(optimizer)
+        make_scheduler = self._todo().scheduler
+        if make_scheduler is not None:
+            self.scheduler = make_scheduler(optimizer)
             facts.check_scheduler(self.scheduler, optimizer)
         self._step, self._first = self._bind(optimizer)
 
     def _validate(self) -> None:
         model, _ = self.placed()
-        metrics = self._task.metrics
+        metrics = self._todo().metrics
         self.validation = evaluate(
             model,
             self.batches,
             self._loss_of(),
             (lambda batch: metrics(self.placed()[0], batch)) if metrics else None,
             self._move,
-            self._task.batch_size,
+            self._todo().batch_size,
             self._position,
         )
 
@@ -297,7 +304,7 @@ class Work:
     # everything at the end, and neither over the model nor over the optimizer.
 
     def _loss_of(self) -> Callable[[Any], Any]:
-        loss: Callable[[Any, Any], Any] = self._task.loss or loss_of_output
+        loss: Callable[[Any, Any], Any] = self._todo().loss or loss_of_output
         return lambda batch: loss(self.model, batch)
 
     def _move(self, batch: Any) -> Any:
@@ -316,7 +323,7 @@ class Work:
             "at": self._position,
             "detach": torch.Tensor.detach,
         }
-        if self.scheduler is not None and self._task.scheduler_every == "step":
+        if self.scheduler is not None and self._todo().scheduler_every == "step":
             bindings["schedule"] = self.scheduler.step
 
         def checked_forward(batch: Any) -> torch.Tensor:
@@ -328,6 +335,7 @@ class Work:
 
         def checked_backward(loss: torch.Tensor) -> None:
             backward(loss)
+            self.check("in the first step")  # before gradients: of a replaced parameter there is none
             got, trainable = facts.check_gradients(self.placed()[0], self.optimizers)
             self._say(f"{got} of {trainable} parameters received a gradient in the first step")
 

@@ -14,12 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import interlock as il
 import pytest
 import torch
-from interlock import errors
-from interlock.backends.double import ReplacingDouble
-from interlock.options import Options
 from tools.small import (
     BACKENDS,
     NAMES,
@@ -39,6 +35,11 @@ from tools.small import (
 )
 from torch import nn
 from torch.optim import SGD
+
+import interlock as il
+from interlock import errors
+from interlock.backends.double import ReplacingDouble
+from interlock.options import Options
 
 on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -206,7 +207,11 @@ WRONG = {
         over_an_own_copy, errors.ForeignParameter, "check_optimizers", "like copies of", NAMES
     ),
     "over a parameter replaced before the run": Wrong(
-        over_replaced_before, errors.ForeignParameter, "check_optimizers", "copies of 'head.weight'", ("head.weight",)
+        over_replaced_before,
+        errors.ForeignParameter,
+        "check_optimizers",
+        "copies of 'head.weight'",
+        ("head.weight",),
     ),
     "over a parameter replaced while building": Wrong(
         replaced_while_building,
@@ -233,10 +238,17 @@ WRONG = {
         one_twice, errors.DuplicateParameter, "check_optimizers", "'head.bias' twice", ("head.bias",)
     ),
     "one in two groups": Wrong(
-        one_in_two_groups, errors.DuplicateParameter, "check_optimizers", "group 1, position 0", ("body.weight",)
+        one_in_two_groups,
+        errors.DuplicateParameter,
+        "check_optimizers",
+        "group 1, position 0",
+        ("body.weight",),
     ),
     "no optimizer": Wrong(
-        lambda: from_optimizer(lambda _: None), errors.TaskError, "as_optimizers", "None: is a `return` missing?"
+        lambda: from_optimizer(lambda _: None),
+        errors.TaskError,
+        "as_optimizers",
+        "None: is a `return` missing?",
     ),
     "an empty list": Wrong(
         lambda: from_optimizer(lambda _: []), errors.TaskError, "as_optimizers", "and returned []"
@@ -310,7 +322,11 @@ WRONG = {
         phase="training",
     ),
     "a loss computed without gradients": Wrong(
-        lambda: loss_from(torch.no_grad()(loss_of)), errors.LossError, "check_loss", "no graph", phase="training"
+        lambda: loss_from(torch.no_grad()(loss_of)),
+        errors.LossError,
+        "check_loss",
+        "no graph",
+        phase="training",
     ),
     "a loss of another model": Wrong(
         with_unconnected_loss,
@@ -361,6 +377,7 @@ def unchecked(*arguments: Any, **named: Any) -> Any:
 def test_without_its_check_it_is_not(backend: str, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a check that does nothing. So the refusal above is that check's."""
     monkeypatch.setattr(f"interlock.facts.{wrong.check}", unchecked)
+    monkeypatch.setattr("interlock.owners.SECONDS", 0.0)  # what is left then, and why, is no matter here
     outcome = run(backend, task(**wrong.changes()))
     found = type(outcome.error) is wrong.error and wrong.says in str(outcome.error)
     assert not found or outcome.steps > 0  # by a later check, after updates
@@ -392,7 +409,7 @@ def test_torch_refuses_some_itself_and_the_error_is_the_same_object(backend: str
 
 
 def test_an_optimizer_in_place_of_a_function() -> None:
-    with pytest.raises(errors.TaskError, match="a SGD, built already.*pass a function") as caught:
+    with pytest.raises(errors.TaskError, match=r"a SGD, built already.*pass a function") as caught:
         task(optimizer=sgd(net()))
     assert "optimizer=lambda model:" in str(caught.value)
     with pytest.raises(errors.TaskError, match="the class AdamW, which takes parameters and not a model"):
@@ -444,13 +461,18 @@ def test_a_change_before_the_first_step_is_found_before_it(
 
     model = net()
     before = values(model)
-    with pytest.raises(kind, match="before the first step") as caught:
-        with il.Engine(backend).open(task(model=model, optimizer=optimizer)) as created:
+    created = il.Engine(backend).open(task(model=model, optimizer=optimizer))
+
+    def drive() -> None:
+        with created:
             placed = created.place()
             place = placed.model
             training = placed.optimize().train()
             tamper(place, made[0])
             training.step(batches()[0])
+
+    with pytest.raises(kind, match="before the first step") as caught:
+        drive()
     assert caught.value.parameters == parameters
     assert created.outcome is not None
     left_clean(created.outcome)
@@ -523,8 +545,10 @@ def test_a_parameter_is_replaced_between_two_epochs(backend: str) -> None:
 @on_each_backend
 @pytest.mark.parametrize("end", ["finish", "stop", "validate", "with"])
 def test_by_handles_it_is_found_at_the_next_report_or_phase(backend: str, end: str) -> None:
-    with pytest.raises(errors.ReplacedParameter, match=r"'head.weight'"):
-        with il.Engine(backend, report_every=100).open(task()) as created:
+    created = il.Engine(backend, report_every=100).open(task())
+
+    def drive() -> None:
+        with created:
             placed = created.place()
             model = placed.model
             training = placed.optimize().train()
@@ -535,6 +559,9 @@ def test_by_handles_it_is_found_at_the_next_report_or_phase(backend: str, end: s
                 training.validate(batches(1))
             elif end != "with":
                 getattr(training, end)()
+
+    with pytest.raises(errors.ReplacedParameter, match=r"'head.weight'"):
+        drive()
     assert created.outcome is not None
     assert created.outcome.status == "failed"
     assert created.outcome.steps == 2
@@ -564,7 +591,9 @@ def test_unfreezing_in_mid_run_is_a_missing_parameter(backend: str) -> None:
         model.body.requires_grad_(True)
         return loss_of(model, batch)
 
-    frozen_left_out = {"optimizer": lambda model: SGD([p for p in model.parameters() if p.requires_grad], 0.1)}
+    frozen_left_out = {
+        "optimizer": lambda model: SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    }
     finished(run(backend, task(model=build, **frozen_left_out)))
     outcome = run(backend, task(model=build, loss=loss, **frozen_left_out))
     assert failed(outcome, errors.MissingParameter).parameters == ("body.weight", "body.bias")
@@ -798,7 +827,9 @@ def of_torch() -> dict[str, type[torch.optim.Optimizer]]:
     return {
         name: kind
         for name, kind in found.items()
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+        if isinstance(kind, type)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
     }
 
 
@@ -819,7 +850,10 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         model.parameters(), torch.tensor(0.01), foreach=False
     ),
     "AdamW, two groups": lambda model: torch.optim.AdamW(
-        [{"params": model.body.parameters(), "weight_decay": 0.1}, {"params": model.head.parameters(), "lr": 0.02}],
+        [
+            {"params": model.body.parameters(), "weight_decay": 0.1},
+            {"params": model.head.parameters(), "lr": 0.02},
+        ],
         0.01,
     ),
 }
@@ -833,7 +867,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     ),
     "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
         [2],
     ),
 }
@@ -855,15 +892,8 @@ def compare_with_by_hand(
             mine, made, data, epochs=epochs, scheduler=scheduler and scheduler(made), every=every
         )
     )
-    what = il.Task(
-        model=lambda: build(),
-        optimizer=optimizer,
-        loss=loss_of,
-        scheduler=scheduler,
-        scheduler_every=every,  # type: ignore[arg-type]
-    )
     model = seeded(build)
-    what = copy.replace(what, model=model) if hasattr(copy, "replace") else _with_model(what, model)
+    what = task(model=model, optimizer=optimizer, scheduler=scheduler, scheduler_every=every)
     outcome = seeded(lambda: il.Engine(backend, report_every=1).fit(what, data, epochs=epochs))
     finished(outcome)
     assert same(values(model), values(mine))
@@ -872,15 +902,8 @@ def compare_with_by_hand(
     assert [report.metrics["loss"] for report in outcome.reports] == by_hand
 
 
-def _with_model(what: il.Task, model: nn.Module) -> il.Task:
-    import dataclasses
-
-    return dataclasses.replace(what, model=model)
-
-
 @on_each_backend
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning")
 def test_each_optimizer_trains_as_by_hand(backend: str, name: str) -> None:
     build = Sparse if name == "SparseAdam" else Rich
     compare_with_by_hand(backend, OPTIMIZERS[name], build)
@@ -895,14 +918,16 @@ def test_each_scheduler_moves_as_by_hand(backend: str, name: str, scheduler: str
 
 
 @on_each_backend
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"Muon"}))  # it is slow, and once is enough
 def test_each_optimizer_moves_with_a_scheduler_as_by_hand(backend: str, name: str) -> None:
     build = Sparse if name == "SparseAdam" else Rich
     compare_with_by_hand(backend, OPTIMIZERS[name], build, SCHEDULERS["StepLR"])
 
 
 @pytest.mark.parametrize("method", ["zero_grad", "step"])
-def test_the_comparison_finds_a_step_that_does_not_do_all(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_finds_a_step_that_does_not_do_all(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The planted fault: an engine whose step leaves something out, or does it twice."""
     from interlock.work import Work
 

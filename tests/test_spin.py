@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from tools import spin, tiny
-from tools.mutation import Judged, all_judged, compositions
+from tools.mutation import Judged, all_judged, compositions, rebuilt
 
 from interlock.specs import Pattern, Report, Result, Spec, check, into, on
 from interlock.specs.graph import Graph
 from interlock.specs.ltl import claims, untranslated
-from interlock.specs.mutants import judge, own_lifecycle
+from interlock.specs.mutants import own_lifecycle
 from interlock.specs.promela import promela
 
 SEED = 20
@@ -45,6 +45,11 @@ def differences(report: Report, found: spin.Found) -> list[str]:
     return differ
 
 
+def checked(specs: Iterable[Spec]) -> Iterator[tuple[Spec, Report]]:
+    """Each spec with the checker's report, on a machine that is not kept."""
+    return ((spec, check(spec, life=own_lifecycle(spec))) for spec in specs)
+
+
 def compared(pairs: Iterable[tuple[Spec, Report]], folder: Path) -> list[str]:
     """The differences over many specs; two at a time, since most of it is waiting for the compiler."""
     jobs = list(pairs)
@@ -58,7 +63,7 @@ def compared(pairs: Iterable[tuple[Spec, Report]], folder: Path) -> list[str]:
 
 def sample(each: int, survivors: int) -> list[Judged]:
     """Mutants such that each property is refuted by at least `each` of them, and some survivors."""
-    judged = [one for one in all_judged() if one.mutant.spec is not None]
+    judged = [one for one in all_judged() if one.built]
     random.Random(SEED).shuffle(judged)
     judged.sort(key=lambda one: len(SPECS[one.spec].transitions) // 60)  # small models compile faster
     counts: Counter[str] = Counter()
@@ -78,7 +83,7 @@ def sample(each: int, survivors: int) -> list[Judged]:
 @pytest.mark.spin
 @pytest.mark.timeout(300)
 def test_agrees_on_every_property_of_every_composed_spec(tmp_path: Path) -> None:
-    assert compared(((spec, check(spec)) for spec in SPECS.values()), tmp_path) == []
+    assert compared(checked(SPECS.values()), tmp_path) == []
 
 
 @pytest.mark.spin
@@ -87,7 +92,7 @@ def test_agrees_on_mutants_that_refute_each_property(tmp_path: Path) -> None:
     chosen = sample(each=1, survivors=3)
     refuted = {name for one in chosen for name in one.refuted}
     assert refuted == {p.name for spec in SPECS.values() for p in spec.properties} - {"deterministic"}
-    assert compared(((one.mutant.spec, judge(one.mutant)) for one in chosen), tmp_path) == []
+    assert compared(checked(rebuilt(chosen)), tmp_path) == []
 
 
 @pytest.mark.spin
@@ -95,7 +100,7 @@ def test_agrees_on_mutants_that_refute_each_property(tmp_path: Path) -> None:
 @pytest.mark.timeout(7200)
 def test_agrees_on_many_mutants(tmp_path: Path) -> None:
     chosen = sample(each=10, survivors=60)
-    assert compared(((one.mutant.spec, judge(one.mutant)) for one in chosen), tmp_path) == []
+    assert compared(checked(rebuilt(chosen)), tmp_path) == []
 
 
 @pytest.mark.spin
@@ -111,7 +116,7 @@ def test_agrees_on_tiny_specs_and_on_random_ones(tmp_path: Path) -> None:
         tiny.of(Pattern.BOUNDED_EXISTENCE, on("x")),
     ):
         specs += tiny.random_specs(40, prop)
-    assert compared(((spec, check(spec, life=own_lifecycle(spec))) for spec in specs), tmp_path) == []
+    assert compared(checked(specs), tmp_path) == []
 
 
 PLANTED = {
@@ -133,7 +138,7 @@ def test_notices_a_wrong_translation(tmp_path: Path, name: str) -> None:
     report = check(spec)
     if name == "a claim that is never violated":
         refuted = next(o for o in all_judged() if o.spec == spec.name and "fail-closes" in o.refuted)
-        spec, report = refuted.mutant.spec, judge(refuted.mutant)
+        ((spec, report),) = checked(rebuilt([refuted]))
     text = promela(spec)
     assert right in text
     assert differences(report, spin.decide(spec, tmp_path, text.replace(right, wrong))) != []

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
+
 from interlock.backends.double import ReplacingDouble
 from interlock.evidence import graph
-from torch import nn
 from tools.lives import Ended, Life, Net, reference, state_of
 
 
@@ -186,7 +187,7 @@ def _bound(optimizer: torch.optim.Optimizer, model: nn.Module, adapter: Any) -> 
 
 def the_weights_are_right(life: Life, ended: Ended, abandoned: tuple[str, ...]) -> Iterator[str]:
     """Those after the updates that were complete, to the bit; untouched ones if there was none."""
-    if ended.model is None or life.exit == "discard" or "model" in abandoned or not isinstance(ended.model, Net):
+    if not isinstance(ended.model, Net) or life.exit == "discard" or "model" in abandoned:
         return
     expected = reference(life)
     if ended.error is None and not life.request[0] and state_of(ended.model) != expected.final:
@@ -195,7 +196,7 @@ def the_weights_are_right(life: Life, ended: Ended, abandoned: tuple[str, ...]) 
         return
     updates = ended.points.counts["step", "after"]
     if updates:
-        last = [p for p in ended.model.parameters()][-1]
+        *_, last = ended.model.parameters()
         if last.detach().numpy().tobytes() != expected.weights[updates - 1]:
             yield f"the weights are not those after {updates} updates"
 

@@ -1,8 +1,8 @@
 """Lives of a run, as data: what is trained, how it is driven, and where a fault strikes it.
 
-`live(life, *strikes)` carries one out and returns what can be seen afterwards, as an `Ended`. The user's hooks
-and the backend's calls count themselves, so that a life without strikes enumerates every point at which one
-can be placed. Nothing here judges; `tools.aftermath` does.
+`live(life, *strikes)` carries one out and returns what can be seen afterwards, as an `Ended`. The user's
+hooks and the backend's calls count themselves, so that a life without strikes enumerates every point at
+which one can be placed. Nothing here judges; `tools.aftermath` does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
+
 from interlock import Engine, Outcome, Task
 from interlock.backends.adapter import Adapter
 from interlock.backends.cpu import CpuAdapter
@@ -26,7 +28,6 @@ from interlock.backends.double import ReplacingDouble
 from interlock.backends.faults import CALLS, Fault, faulty
 from interlock.errors import TaskError
 from interlock.specs import Slot
-from torch import nn
 
 BACKENDS: dict[str, type[Adapter]] = {"cpu": CpuAdapter, "double": ReplacingDouble}
 IN, HIDDEN, OUT, ROWS = 3, 4, 4, 5
@@ -230,6 +231,19 @@ class _Struck:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
 
+class StruckLR(torch.optim.lr_scheduler.StepLR):
+    """A scheduler whose step passes points, but for the one that its constructor takes."""
+
+    points: Points | None = None
+
+    def step(self, *args: Any) -> None:
+        if self.points is not None:
+            self.points.at("schedule", "before")
+        super().step(*args)
+        if self.points is not None:
+            self.points.at("schedule", "after")
+
+
 class Loader:
     """Batches that exist before the run; a new generator for each epoch."""
 
@@ -298,15 +312,8 @@ def task_of(life: Life, points: Points, source: Any) -> Task:
 
     def scheduler(built: torch.optim.Optimizer) -> Any:
         points.at("scheduler", "before")
-        made = torch.optim.lr_scheduler.StepLR(built, 1, 0.9)
-        inner = made.step
-
-        def step(*args: Any) -> None:
-            points.at("schedule", "before")
-            inner(*args)
-            points.at("schedule", "after")
-
-        made.step = step
+        made = StruckLR(built, 1, 0.9)
+        made.points = points
         points.at("scheduler", "after")
         return made
 
@@ -314,8 +321,17 @@ def task_of(life: Life, points: Points, source: Any) -> Task:
         points.see(*([batch["x"]] if life.backend == "double" else []))
         points.at("loss", "before", batch["x"])
         out = model(batch["x"])
-        points.at("loss", "half", out)
-        value = nn.functional.mse_loss(out, batch["y"])
+
+        def compare() -> torch.Tensor:
+            points.at("loss", "half", out)
+            return nn.functional.mse_loss(out, batch["y"])
+
+        if life.backend == "cpu":
+            # What closures hold of the host is theirs; only what stands on a device must go.
+            points.at("loss", "half", out)
+            value = nn.functional.mse_loss(out, batch["y"])
+        else:
+            value = compare()
         points.see(value)
         points.at("loss", "after", value)
         return value

@@ -80,9 +80,7 @@ def _lines(judged: tuple[Judged, ...]) -> Iterator[str]:
         yield f"- **{reason[:1].upper()}{reason[1:]}** ({sum(map(len, names.values()))})"
         yield from (f"  - `{name}` ({', '.join(specs)})" for name, specs in names.items())
     yield from ("", "## What cannot be built", "")
-    refused: dict[str, int] = Counter(
-        f"`{one.mutant.name}`: {one.reason}" for one in judged if one.mutant.spec is None
-    )
+    refused: dict[str, int] = Counter(f"`{one.mutant.name}`: {one.reason}" for one in judged if not one.built)
     yield from (f"- {text}" for text in refused)
 
 

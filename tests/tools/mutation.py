@@ -7,8 +7,8 @@ runs, ...), and stands in `REASONS` by name otherwise. A survivor without a reas
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from interlock.backends.monitors import MONITORS
@@ -58,6 +58,7 @@ REASONS = {
     "restoring --restored--> ready goes to training": _AVAILABLE + "no compilation after a restore",
     "compiling --compiled--> ready goes to training": _AVAILABLE + "no restore after a compilation",
     "created --offload--> offloading goes to closed": "nothing is held yet",
+    "created --offload--> offloading goes to serving": "nothing is held, and `predict` is refused there",
     "created --fail--> failed goes to closed": "nothing is held yet",
     "created --interrupt--> interrupted goes to closed": "nothing is held yet",
     "created --peer_fail--> failed goes to closed": "nothing is held yet",
@@ -94,7 +95,8 @@ class Judged:
 
     Attributes:
         spec: Name of the composed spec.
-        mutant: The mutant.
+        mutant: The mutant, without its spec: thousands of specs would keep the garbage collector busy.
+        built: Whether it could be built.
         refuted: The properties that are refuted.
         vacuous: Those that are undetermined.
         reason: For survivors: why no promise is broken.
@@ -104,6 +106,7 @@ class Judged:
 
     spec: str
     mutant: Mutant
+    built: bool
     refuted: tuple[str, ...] = ()
     vacuous: tuple[str, ...] = ()
     reason: str = ""
@@ -113,7 +116,7 @@ class Judged:
     @property
     def fate(self) -> str:
         """`refused at build`, `refuted`, `undetermined` (which is no pass either) or `survives`."""
-        if self.mutant.spec is None:
+        if not self.built:
             return "refused at build"
         return "refuted" if self.refuted else "undetermined" if self.vacuous else "survives"
 
@@ -139,16 +142,30 @@ def all_judged(everything: bool = False) -> tuple[Judged, ...]:
     return tuple(found)
 
 
+def rebuilt(chosen: Iterable[Judged]) -> list[Spec]:
+    """The specs of judged mutants, made again."""
+    wanted = {(one.spec, one.mutant.kind, one.mutant.name): number for number, one in enumerate(chosen)}
+    found: dict[int, Spec] = {}
+    for spec, _ in compositions():
+        if any(name == spec.name for name, _, _ in wanted):
+            for mutant in mutants(spec):
+                if (number := wanted.get((spec.name, mutant.kind, mutant.name))) is not None:
+                    found[number] = mutant.spec
+    return [found[number] for number in range(len(wanted))]
+
+
 def _judged(spec: Spec, original: Graph, mutant: Mutant) -> Judged:
     if mutant.spec is None:
-        return Judged(spec.name, mutant, reason=mutant.note)
+        return Judged(spec.name, mutant, False, reason=mutant.note)
     life = own_lifecycle(mutant.spec)
     report = check(mutant.spec, life=life)
     refuted, vacuous = (names(report, result) for result in (Result.REFUTED, Result.UNDETERMINED))
     reason = "" if refuted or vacuous else why(original, mutant)
     traces = [verdict.trace for verdict in report.verdicts if verdict.trace]
     problems = tuple(problem for trace in traces for problem in replay(life, trace))
-    return Judged(spec.name, mutant, refuted, vacuous, reason, len(traces), problems)
+    return Judged(
+        spec.name, replace(mutant, spec=None), True, refuted, vacuous, reason, len(traces), problems
+    )
 
 
 def replay(life: Lifecycle, trace: tuple[Edge, ...]) -> Iterator[str]:

@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
-import interlock as il
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import interlock as il
+from interlock.backends.double import ReplacingDouble
+
 BACKENDS = ("cpu", "double")
+WITH_KEEPING = (*BACKENDS, "keeping")
+"""The third is the double, placing as CUDA does: with new memory under the same Parameters."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Keeping(ReplacingDouble):
+    """A double on which placement keeps the Parameters, and makes new buffers, as on CUDA."""
+
+    name: ClassVar[str] = "keeping"
+
+    def _place(self, model: nn.Module) -> None:
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.data = self.move(parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self.move(buffer)
+
+
+def engine(backend: str, **settings: Any) -> il.Engine:
+    """An engine for a backend of `WITH_KEEPING`."""
+    return il.Engine(Keeping() if backend == "keeping" else backend, **settings)
 
 
 class Net(nn.Module):
@@ -67,11 +91,11 @@ def task(**changes: Any) -> il.Task:
 
 
 def run(
-    backend: str, what: il.Task, data: Iterable[Any] | None = None, *, epochs: int = 1, **engine: Any
+    backend: str, what: il.Task, data: Iterable[Any] | None = None, *, epochs: int = 1, **settings: Any
 ) -> il.Outcome:
     """The outcome of a run to its end; data and validation as for `Engine.start`."""
-    validate = engine.pop("validate", None)
-    started = il.Engine(backend, **engine).start(
+    validate = settings.pop("validate", None)
+    started = engine(backend, **settings).start(
         what, batches() if data is None else data, validate=validate, epochs=epochs
     )
     return started.wait(60)

@@ -1,0 +1,185 @@
+"""What is trained: three small models, and the loop that one would write by hand to train them.
+
+The models are small on purpose: on a large one any engine's overhead disappears.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+REPORT_EVERY = 50
+"""Steps between two readings of the loss, everywhere."""
+
+
+class UnequalWeightsError(AssertionError):
+    """Two variants of one benchmark did not train the same thing: their times say nothing."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Something to train.
+
+    Attributes:
+        name: Short.
+        build: The model, with the same weights each time.
+        samples: Inputs and targets of one batch.
+        loss: Of model and batch.
+        batch: Samples in a batch.
+        steps: How many steps are timed, after the first 50: a multiple of `REPORT_EVERY`, so that a whole
+            number of reports is among them.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    samples: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    batch: int
+    steps: int
+
+    def batches(self, steps: int, kind: str) -> Iterable[Any]:
+        """So many batches, as a `list` or from a `loader`."""
+        inputs, targets = self.samples(steps * self.batch)
+        dataset = TensorDataset(inputs, targets)
+        if kind == "loader":
+            return DataLoader(dataset, batch_size=self.batch)
+        return list(zip(inputs.split(self.batch), targets.split(self.batch), strict=True))
+
+
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """The same one everywhere."""
+    return torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def by_hand(work: Workload, batches: Iterable[Any]) -> nn.Module:
+    """The hand-written loop, with the accounting that an engine does too.
+
+    Detached losses are kept, and every 50 steps, and at the end, they are read, checked for NaN and
+    averaged.
+    """
+    model = work.build()
+    update = optimizer(model)
+    losses: list[torch.Tensor] = []
+    for batch in batches:
+        update.zero_grad()
+        loss = work.loss(model, batch)
+        loss.backward()
+        update.step()
+        losses.append(loss.detach())
+        if len(losses) == REPORT_EVERY:
+            mean_of(losses)
+            losses = []
+    if losses:
+        mean_of(losses)
+    return model
+
+
+def mean_of(losses: Sequence[torch.Tensor]) -> float:
+    """The mean of losses, of which none may be NaN or infinite."""
+    values: list[float] = torch.stack(list(losses)).tolist()
+    for value in values:
+        if not math.isfinite(value):
+            raise FloatingPointError(f"a loss is {value}")
+    return sum(values) / len(values)
+
+
+def require_equal_weights(name: str, model: nn.Module, reference: nn.Module) -> None:
+    """Hold trained weights against those of the hand-written loop, bit by bit.
+
+    Raises:
+        UnequalWeightsError: Naming the first parameter that differs.
+    """
+    mine, theirs = model.state_dict(), reference.state_dict()
+    if mine.keys() != theirs.keys():
+        raise UnequalWeightsError(f"{name}: other parameters than the hand-written loop's: {sorted(mine)}")
+    for key, value in mine.items():
+        if not torch.equal(value, theirs[key]):
+            off = (value - theirs[key]).abs().max().item()
+            raise UnequalWeightsError(
+                f"{name}: '{key}' is not what the hand-written loop made (off by {off:.3g})"
+            )
+
+
+def seed() -> None:
+    """Seed the host's generator; `torch.manual_seed` also formats a stack trace for each absent device."""
+    torch.default_generator.manual_seed(0)
+
+
+def _cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _mlp() -> nn.Module:
+    seed()
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _points(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    seed()
+    return torch.randn(count, 64), torch.randint(0, 10, (count,))
+
+
+def _cnn() -> nn.Module:
+    seed()
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+def _digits(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    rows = torch.arange(count) % len(data.images)
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    return images[rows], torch.tensor(data.target, dtype=torch.int64)[rows]
+
+
+class Transformer(nn.Module):
+    """Two layers of width 64 that predict the next of 64 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.layers(self.embedding(tokens)))
+        return out.transpose(1, 2)
+
+
+def _transformer() -> nn.Module:
+    seed()
+    return Transformer()
+
+
+def _tokens(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    seed()
+    text = torch.randint(0, 64, (count, 17))
+    return text[:, :-1], text[:, 1:]
+
+
+WORKLOADS = {
+    work.name: work
+    for work in (
+        Workload("tiny", _mlp, _points, _cross_entropy, batch=32, steps=300),
+        Workload("digits", _cnn, _digits, _cross_entropy, batch=32, steps=100),
+        Workload("transformer", _transformer, _tokens, _cross_entropy, batch=16, steps=50),
+    )
+}
+"""tiny: an MLP 64-64-10; digits: a small convolutional network on scikit-learn's digits; transformer."""

@@ -1,0 +1,1 @@
+"""Other libraries, measured beside Interlock: their cost, and what they do when something goes wrong."""

@@ -1,0 +1,103 @@
+"""The adapters keep their contract; and the contract catches adapters that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from interlock.backends.adapter import Adapter, DeviceFacts
+from interlock.backends.contract import AdapterContract
+from interlock.backends.cpu import CpuAdapter
+from interlock.backends.double import ReplacingDouble
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Each new thread would else start OpenMP's pool anew, which takes ten times as long as the run."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class TestCpu(AdapterContract):
+    def make_adapter(self) -> Adapter:
+        return CpuAdapter()
+
+
+class TestDouble(AdapterContract):
+    def make_adapter(self) -> Adapter:
+        return ReplacingDouble()
+
+
+class Forgetful(ReplacingDouble):
+    """Its device can be taken once at a time, and it forgets to give it back."""
+
+    taken: dict[str, bool]
+
+    def _acquire(self) -> DeviceFacts:
+        if self.taken["now"]:
+            raise RuntimeError("the device is taken")
+        self.taken["now"] = True
+        return super()._acquire()
+
+
+class Releaseless(ReplacingDouble):
+    """Does not say how its device is given back."""
+
+    def releases(self) -> dict[str, Any]:
+        return {}
+
+
+class Garbling(ReplacingDouble):
+    """What it fetches is not what was there."""
+
+    def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(super()._fetch(tensor))
+
+
+class Sticky(ReplacingDouble):
+    """Keeps the last tensor that was placed."""
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.kept = super()._move(tensor)
+        return self.kept
+
+
+CALLS = "test_free_is_idempotent test_device_facts"
+RUNS = "test_a_run_trains test_the_model_comes_home_as_the_objects_it_was test_exit_policies"
+AGAIN = "test_a_second_run_is_as_good_as_the_first test_every_single_fault_leads_to_a_clean_end"
+VALUES = "test_move_and_fetch test_place test_a_run_trains"
+
+
+@pytest.mark.parametrize(
+    ("broken", "caught"),
+    [
+        (Forgetful, f"{CALLS} {AGAIN}"),
+        (Releaseless, f"test_it_says_how_what_its_monitor_adds_is_done_and_given_back {RUNS} {AGAIN}"),
+        (Garbling, VALUES),
+        (Sticky, f"{RUNS} {AGAIN}"),
+    ],
+)
+def test_a_broken_adapter_is_caught(broken: type[Adapter], caught: str):
+    taken: dict[str, bool] = {}
+
+    class Planted(AdapterContract):
+        def make_adapter(self) -> Adapter:
+            adapter: Any = broken()
+            adapter.taken = taken
+            return adapter
+
+    failed = {}
+    for name in dir(Planted):
+        if name.startswith("test_"):
+            taken["now"] = False
+            try:
+                getattr(Planted(), name)()
+            except (Exception, pytest.fail.Exception) as error:
+                failed[name] = error
+    assert set(caught.split()) <= set(failed)
+    assert "test_its_lifecycles_are_proved" not in failed
