@@ -75,7 +75,7 @@ class Adapter:
         return self._acquire()
 
     def place(self, model: nn.Module) -> None:
-        """Move every parameter and buffer to the device, tensor by tensor through `move`.
+        """Move every parameter and buffer of a model to the device, tensor by tensor through `move`.
 
         Parameters may be replaced by new ones, and ties lost; the engine ties them again.
         """

@@ -127,13 +127,13 @@ _LEAVING = Phase("leaving", Kind.FLIGHT, "left", "the process group is left, all
 _ABORTING = Phase("aborting", Kind.FLIGHT, "aborted", "the process group is torn down alone")
 _NO_SUSPEND = "the ranks of a process group cannot give their devices back one by one"
 
+_TOGETHER = ("optimize", "restore", "update", "validate", "checkpoint", "adopt", "predict", "leave")
+"""What all ranks do together, and none can do alone."""
+
 _RANKS_MOVES = {
     ("alone", "join"): "together",
     ("together", "place"): "together",
-    **{
-        ("together", event): "together"
-        for event in ("shard", "optimize", "restore", "update", "validate", "checkpoint", "adopt", "predict", "leave")
-    },
+    **{("together", event): "together" for event in ("shard", *_TOGETHER)},
     ("alone", "fail"): "apart",
     ("alone", "interrupt"): "apart",
     ("alone", "lose"): "apart",
@@ -153,7 +153,7 @@ _RANKS_MOVES = {
     ("bereft", "lose"): "bereft",
 }
 
-_COLLECTIVE = on("join", "optimize", "update", "validate", "checkpoint", "restore", "adopt", "predict", "leave")
+_COLLECTIVE = on("join", *_TOGETHER)
 
 
 def _distributed(name: str, doc: str) -> Monitor:
@@ -271,9 +271,7 @@ FSDP2 = Monitor(
             begin=(*needs("model"), *USES, *_CHANGES_MODEL),
             end=completes("model"),
         ),
-        *flight(
-            "reshard", "placed", "resharding", "resharded", "placed", begin=(*needs("model"), *USES)
-        ),
+        *flight("reshard", "placed", "resharding", "resharded", "placed", begin=(*needs("model"), *USES)),
         *fault_edges((_SHARDING, _MATERIALISING, _RESHARDING)),
     ),
     table={

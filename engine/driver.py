@@ -190,7 +190,7 @@ class Driver:
             on_error: Told of each error on the way out; returns the event to fire for it.
         """
         stuck = 0
-        while self.phase != self.spec.terminal:
+        while self.phase != self.spec.terminal or self._settled + 1 < len(self.slot.history):
             before = len(self.slot.history)
             try:
                 self._exit_step()
@@ -212,6 +212,9 @@ class Driver:
         # stack is brought up to it first. A mismatch is reported once, by whoever caused it.
         self._settle_quietly()
         phase = self.spec.phase[self.phase]
+        if phase.kind is Kind.TERMINAL:
+            # A fault in the last phase led here: only the stack had to follow.
+            return
         if self._is_live():
             # An interrupt landed before the first fault was fired: nothing may begin any more.
             self.fault("interrupt")
@@ -239,5 +242,5 @@ class Driver:
             return
 
 
-def _ignore(entry: Entry) -> None:
+def _ignore(_: Entry) -> None:
     return None

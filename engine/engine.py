@@ -56,7 +56,7 @@ class Engine:
         self,
         backend: str | Adapter = "auto",
         *,
-        exit: ExitPolicy = "offload",
+        exit: ExitPolicy = "offload",  # noqa: A002 - `exit=` is what reads best, and nothing here exits
         deadline: float = 30.0,
         report_every: int = 50,
         nonfinite: Nonfinite = "error",
@@ -131,6 +131,9 @@ class Engine:
     def open(self, task: Task) -> Created:
         """A run that you drive yourself, phase by phase, in a `with` block that ends it in any case.
 
+        Args:
+            task: What to train; its data is not used.
+
         Returns:
             The handle of the first phase.
         """
@@ -143,7 +146,8 @@ class Engine:
             loaded = task.load()
             return loaded if validate is None else loaded._replace(validate=validate)
         for name, batches in (("train", train), ("validate", validate)):
-            if batches is not None and not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+            iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
+            if batches is not None and not iterable:
                 raise TaskError(f"{name} must be batches to iterate over, got {type(batches).__name__}")
         return Data(train, validate)
 

@@ -90,8 +90,8 @@ class NoWayOut(InterlockError):
 
     def __init__(self, phase: str, errors: int) -> None:
         super().__init__(
-            f"the way out made no progress in phase '{phase}' after {errors} errors, the last of which is the "
-            "cause of this one: please report it"
+            f"the way out made no progress in phase '{phase}' after {errors} errors, the last of which is "
+            "the cause of this one: please report it"
         )
 
 

@@ -67,7 +67,11 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something worth reading."""
+    """Something worth reading.
+
+    Attributes:
+        text: One line.
+    """
 
     text: str
 

@@ -97,7 +97,7 @@ def _of_running(level: dict[int, tuple[object, str]]) -> str:
 
 
 def _locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
-    names = frame.f_locals
+    names: Any = frame.f_locals
     found = list(names.items())
     if isinstance(names, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         # Before Python 3.13 this is a copy that the frame keeps: a `del` in it would free nothing any more.

@@ -132,7 +132,8 @@ class Run:
         if self._closed.is_set():
             doing = "closed"
         elif position.doing and self.phase == "training":
-            doing = f"{asked}in {position.doing}, {time.monotonic() - position.since:.1f} s since the last report"
+            seconds = time.monotonic() - position.since
+            doing = f"{asked}in {position.doing}, {seconds:.1f} s since the last report"
         else:
             doing = f"{asked}{self.phase} for {time.monotonic() - self._slot.history[-1].at:.1f} s"
         stack = "" if self._closed.is_set() else stack_of(self._worker)
@@ -145,6 +146,9 @@ class Run:
             observer: Called with each event, on a thread of its own. If it raises, that is
                 reported and the run goes on; if it is too slow, it loses events.
             capacity: How many events may wait for it.
+
+        Returns:
+            The subscription: closing it ends the observer's thread, as the end of the run does.
         """
         return self._bus.subscribe(observer, capacity)
 
@@ -188,11 +192,14 @@ class Run:
             raise NotFinished(f"not finished after {timeout:g} s: {self.snapshot()}")
         self._thread.join()
         if self._outcome is None:
-            raise NotFinished("the run ended without an outcome, which is a fault in Interlock: please report it")
+            raise NotFinished("the run ended without an outcome, a fault in Interlock: please report it")
         return self._outcome
 
     def result(self, timeout: float | None = None) -> Outcome:
         """The outcome of a run that finished or was stopped.
+
+        Args:
+            timeout: As for `wait`.
 
         Raises:
             BaseException: The error that ended it, the same object, if it failed or was cancelled.
@@ -210,7 +217,7 @@ class Run:
             del error
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error that ended it, or `None`. Waits as `wait` does."""
+        """The error that ended it, or `None`. Waits as `wait` does, and no longer than `timeout` seconds."""
         return self.wait(timeout).error
 
     def __await__(self) -> Generator[object, None, Outcome]:
@@ -243,4 +250,5 @@ def _end_all() -> None:
     end = time.monotonic() + EXIT_PATIENCE
     for run in runs:
         if not run._closed.wait(max(0.0, end - time.monotonic())):
-            print(f"interlock: the program ended while {run!r} was still {run.snapshot().doing}", file=sys.stderr)
+            told = f"interlock: the program ended while {run!r} was still {run.snapshot().doing}\n"
+            sys.stderr.write(told)

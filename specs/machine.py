@@ -145,7 +145,8 @@ class Slot:
         before = self.history[-1]
         rule = self.lifecycle.rules.get(before.phase, {}).get(event)
         if rule is None or not rule.allowed(before.config):
-            raise self.lifecycle.refusal(event, before.config, [e.event for e in self.history[-5:] if e.event])
+            recent = [entry.event for entry in self.history[-5:] if entry.event]
+            raise self.lifecycle.refusal(event, before.config, recent)
         self.lifecycle.machine.events[event].trigger(self)
         return self.history[-1]
 
@@ -246,7 +247,11 @@ def machine_for(spec: Spec, model: Any = None, **options: Any) -> Machine:
     for transition in spec.transitions:
         rule = Rule.of(spec, transition)
         machine.add_transition(
-            transition.event, transition.source, transition.dest, conditions=[Gate(rule)], before=[Commit(rule)]
+            transition.event,
+            transition.source,
+            transition.dest,
+            conditions=[Gate(rule)],
+            before=[Commit(rule)],
         )
     return machine
 

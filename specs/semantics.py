@@ -142,7 +142,7 @@ class Rule:
             after, sound = MEANING[effect.verb][before]
             if not sound:
                 unsound.append(effect)
-            elif after is not before or effect.verb not in (Verb.ABANDONS,):
+            elif after is not before or effect.verb is not Verb.ABANDONS:
                 changes.append((effect.verb, effect.resource))
             if after is A and before is not A and effect.verb in _ENDS:
                 ended.append((effect.resource, _ENDS[effect.verb]))

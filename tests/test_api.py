@@ -90,7 +90,7 @@ def public(module: object, names: list[str]) -> list[tuple[str, object]]:
 SURFACE = public(interlock, list(interlock.__all__)) + public(specs, list(specs.__all__))
 
 
-@pytest.mark.parametrize("name, thing", SURFACE, ids=[name for name, _ in SURFACE])
+@pytest.mark.parametrize(("name", "thing"), SURFACE, ids=[name for name, _ in SURFACE])
 def test_what_is_public_says_what_it_does(name: str, thing: object) -> None:
     doc = inspect.getdoc(thing)
     assert doc, f"{name} has no docstring"

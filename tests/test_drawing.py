@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from interlock.backends.monitors import MONITORS
 from interlock.specs import (
     INFERENCE,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from interlock.backends.monitors import MONITORS
 from interlock.specs import INFERENCE, TRAINING, Result, Slot, Spec, compose, lifecycle
 from interlock.specs.drawing import mermaid

@@ -48,7 +48,7 @@ on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def test_without_an_engine_the_bug_is_alive() -> None:
-    """A loop by hand on the double, the optimizer built before placement: nothing trains, and nobody says so."""
+    """By hand on the double, the optimizer built before placement: nothing trains, nobody says so."""
     model, device = net(), ReplacingDouble()
     optimizer = sgd(model)
     device.place(model)

@@ -13,6 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
 from interlock.backends.monitors import CPU, MONITORS, XLA
 from interlock.extraction import ExtractionError
 from interlock.program import (
@@ -36,8 +39,6 @@ from interlock.specs.expressions import difference
 from interlock.specs.inclusion import prove
 from interlock.specs.protocol import step_protocol
 from interlock.weaving import expression_of, render
-from torch import nn
-from torch.nn import functional as F
 
 PLAIN = "zero forward backward update apply updated"
 

@@ -11,6 +11,7 @@ import timeit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from interlock.backends.monitors import CPU, CUDA, DDP, FSDP2, MONITORS, XLA
 from interlock.specs import (
     TRAINING,

@@ -347,7 +347,7 @@ def test_the_returned_optimizer_goes_on_by_hand_to_the_bit(backend: str, given: 
 
 @on_each_backend
 def test_the_returned_optimizer_goes_on_in_another_run(backend: str) -> None:
-    """The objects are the model's own: a second run finds its parameters in it, where placement keeps them."""
+    """Its parameters are the model's own, which a second run finds in it where placement keeps them."""
     first = engine(backend).fit(task(model=net(), optimizer=adamw), batches())
     again = task(model=first.model, optimizer=lambda _: first.optimizer)
     outcome = run(backend, again)

@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
 def mypy(folder: Path, scratch: Path) -> Lines:
     """Where mypy, strict, finds errors in the files of a folder."""
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--config-file="]
-    command += ["--no-error-summary", "--hide-error-context", "--show-absolute-path", "--follow-imports=silent"]
+    command += ["--no-error-summary", "--hide-error-context", "--follow-imports=silent"]
     done = subprocess.run(
         [*command, "--cache-dir", str(scratch), *map(str, sorted(folder.glob("*.py")))],
         capture_output=True,

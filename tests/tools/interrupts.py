@@ -1,12 +1,14 @@
 """An interrupt at any line of the package, as a signal handler would raise it.
 
-CPython runs signal handlers on the main thread between two instructions; a trace function that raises at the
-nth line does the same, and does it again at the same place the next time.
+CPython runs signal handlers on the main thread between two instructions; a trace function that raises at a
+line does the same, and does it again at the same place the next time.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from functools import cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,19 +25,25 @@ PARTS = frozenset(
 """The modules that make up a run. Others only describe, prove, or belong to the tests."""
 
 
+Line = tuple[str, int]
+"""A file of the package and a line in it."""
+
+
 class AtLine:
-    """Within the block, `KeyboardInterrupt` is raised at the nth line of the package on this thread.
+    """Within the block, `KeyboardInterrupt` is raised on this thread when a line is about to run.
+
+    Args:
+        line: At which line; without one, lines are only counted.
+        visit: The how many-th time it is reached, from 1.
 
     Attributes:
-        passed: How many lines have been passed.
-        struck: Where it was raised, `file:line`; empty if it never was.
-        error: What was raised.
+        passed: How often each line was reached.
+        error: What was raised, if it was.
     """
 
-    def __init__(self, nth: int = 0) -> None:
-        self.nth = nth
-        self.passed = 0
-        self.struck = ""
+    def __init__(self, line: Line | None = None, visit: int = 1) -> None:
+        self.line, self.visit = line, visit
+        self.passed: Counter[Line] = Counter()
         self.error: BaseException | None = None
 
     def __enter__(self) -> AtLine:
@@ -49,16 +57,18 @@ class AtLine:
         sys.settrace(self.before)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        name = frame.f_code.co_filename
-        mine = name.startswith(PACKAGE) and Path(name).stem in PARTS
-        return self._line if mine or name.startswith("<interlock") else None
+        return self._line if _is_part(frame.f_code.co_filename) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
-            self.passed += 1
-            if self.passed == self.nth:
-                file = Path(frame.f_code.co_filename).name
-                self.struck = f"{file}:{frame.f_lineno} {frame.f_code.co_qualname}"
-                self.error = KeyboardInterrupt(self.struck)
+            line = (frame.f_code.co_filename, frame.f_lineno)
+            self.passed[line] += 1
+            if line == self.line and self.passed[line] == self.visit:
+                self.error = KeyboardInterrupt(f"at {line[0]}:{line[1]}, {frame.f_code.co_qualname}")
                 raise self.error
         return self._line
+
+
+@cache
+def _is_part(file: str) -> bool:
+    return file.startswith("<interlock") or (file.startswith(PACKAGE) and Path(file).stem in PARTS)

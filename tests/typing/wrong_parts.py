@@ -36,4 +36,4 @@ run = engine.start(task, [model])
 run.start()  # expect: error
 outcome = run.wait()
 outcome.status = "finished"  # expect: error
-il.NoSuchName  # expect: error
+nothing = il.NoSuchName  # expect: error

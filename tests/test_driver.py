@@ -1,0 +1,377 @@
+"""The machine drives: a run goes where its spec leads, and its release stack holds what the spec says."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tools.small import batches, left_clean, task
+
+import interlock as il
+from interlock.backends.adapter import Adapter
+from interlock.backends.cpu import CpuAdapter
+from interlock.backends.double import ReplacingDouble
+from interlock.backends.faults import inject
+from interlock.backends.monitors import CPU
+from interlock.events import Bus
+from interlock.options import Options
+from interlock.program import step_program
+from interlock.session import Session, carry_out
+from interlock.specs import (
+    TRAINING,
+    IllegalTransition,
+    Kind,
+    Phase,
+    Slot,
+    Spec,
+    Transition,
+    check,
+    compose,
+    lifecycle,
+)
+from interlock.specs.lifecycles import HARMLESS, flight, quiet
+from interlock.task import Data
+
+CLASSES = {"cpu": CpuAdapter, "double": ReplacingDouble}
+both = pytest.mark.parametrize("backend", ["cpu", "double"])
+
+
+def session_on(spec: Spec, adapter: Adapter, what: il.Task | None = None, **options: Any) -> Session:
+    """A session on any spec, proved or not."""
+    given = what or task()
+    program = step_program(adapter.monitor)
+    data = Data(batches(2), batches(1))
+    settings = Options(deadline=10.0, **options)
+    return Session(given, data, 1, adapter, lifecycle(spec), program, settings, Bus())
+
+
+def fails(*_: Any) -> Any:
+    raise ValueError("boom")
+
+
+def route(outcome: il.Outcome) -> list[str]:
+    """The phases from the first exit on."""
+    phases = [entry.phase for entry in outcome.history]
+    return phases[phases.index("failed") if "failed" in phases else phases.index("finished") :]
+
+
+# An edited exit edge is followed
+
+
+WAY_OUT = {
+    "cpu": [
+        "failed",
+        "offloading",
+        "dropping",
+        "offloading",
+        "homing",
+        "offloading",
+        "measuring",
+        "offloaded",
+    ],
+    "double": [
+        *("failed", "offloading", "syncing", "offloading", "dropping", "offloading", "homing", "offloading"),
+        *("measuring", "offloaded"),
+    ],
+}
+
+
+@both
+def test_the_spec_as_it_stands(backend: str):
+    adapter = CLASSES[backend]()
+    outcome = carry_out(session_on(compose(TRAINING, adapter.monitor), adapter, task(loss=fails)))
+    left_clean(outcome)
+    assert route(outcome) == [*WAY_OUT[backend], "freeing", "offloaded", "closed"]
+
+
+@both
+def test_an_edge_that_leads_elsewhere(backend: str):
+    adapter = CLASSES[backend]()
+    spec = compose(TRAINING, adapter.monitor)
+    edges = [
+        replace(t, dest="stopping") if (t.event, t.source) == ("offload", "failed") else t
+        for t in spec.transitions
+    ]
+    edited = replace(spec, name="edited", transitions=tuple(edges))
+    outcome = carry_out(session_on(edited, adapter, task(loss=fails)))
+    left_clean(outcome)
+    assert route(outcome)[:3] == ["failed", "stopping", "offloading"]
+    assert route(outcome)[2:] == [*WAY_OUT[backend][1:], "freeing", "offloaded", "closed"]
+
+
+@both
+def test_an_extra_phase_on_the_way_out(backend: str):
+    done: list[str] = []
+
+    class Mourning(CLASSES[backend]):  # type: ignore[name-defined]
+        def actions(self) -> dict[str, Callable[..., None]]:
+            return {**super().actions(), "mourning": lambda model: done.append(type(model).__name__)}
+
+    adapter = Mourning()
+    spec = compose(TRAINING, adapter.monitor)
+    straight = spec.by_source["failed"]["offload"]
+    edited = replace(
+        spec,
+        name="edited",
+        phases=(*spec.phases[:-1], Phase("mourning", Kind.FLIGHT, "mourned"), spec.phases[-1]),
+        transitions=(
+            *(t for t in spec.transitions if t != straight),
+            *flight("mourn", "failed", "mourning", "mourned", "offloading", begin=HARMLESS),
+            *quiet("fail", "mourning", "offloading"),
+            *quiet("interrupt", "mourning", "offloading"),
+            *quiet("abandon", "mourning", "offloading"),
+            replace(spec.by_source["freeing"]["lose"], source="mourning"),
+        ),
+        table={**spec.table, "failed": ("rescue", "mourn")},
+    )
+    assert [str(verdict) for verdict in check(edited).verdicts if not verdict.holds] == []
+    outcome = carry_out(session_on(edited, adapter, task(loss=fails)))
+    left_clean(outcome)
+    assert done == ["Net"]
+    assert route(outcome)[:3] == ["failed", "mourning", "offloading"]
+    assert route(outcome)[2:] == [*WAY_OUT[backend][1:], "freeing", "offloaded", "closed"]
+
+
+def test_a_row_in_another_order():
+    spec = compose(TRAINING, CPU)
+    row = ("drop", "discard", "keep", "home", "free", "measure", "close")
+    edited = replace(spec, name="edited", table={**spec.table, "offloading": row})
+    outcome = carry_out(session_on(edited, CpuAdapter(), task(loss=fails)))
+    assert "measuring" not in route(outcome)
+    assert route(outcome)[-3:] == ["freeing", "offloaded", "closed"]
+
+
+def test_a_wish_that_the_spec_makes_the_rule():
+    spec = compose(TRAINING, CPU)
+    edges = [replace(t, wish="") if t.event == "discard" else t for t in spec.transitions]
+    outcome = carry_out(session_on(replace(spec, name="edited", transitions=tuple(edges)), CpuAdapter()))
+    assert "discarding" in route(outcome)
+    assert "homing" not in route(outcome)
+
+
+# A release that is missing is found by comparison, not by measuring
+
+
+@both
+def test_an_adapter_without_a_release(backend: str):
+    class Releaseless(CLASSES[backend]):  # type: ignore[name-defined]
+        def releases(self) -> dict[str, Any]:
+            return {}
+
+    adapter: Any = inject(Releaseless())
+    outcome = il.Engine(adapter).start(task(), batches(2)).wait(30)
+    error = outcome.error
+    assert isinstance(error, il.errors.HeldSetMismatch)
+    assert (error.held, error.stacked) == (("device",), ())
+    assert adapter.counts.get("fetch", 0) == adapter.counts.get("leftovers", 0) == 0
+    assert outcome.history[-1].phase == "closed"
+    assert outcome.abandoned == ("device",)
+    assert outcome.status == "failed"
+
+
+@both
+@pytest.mark.parametrize(("resource", "event"), [("model", "place"), ("optimizer", "optimize")])
+def test_a_release_left_out_in_the_engine(backend: str, resource: str, event: str):
+    adapter: Any = inject(CLASSES[backend]())
+    session = session_on(compose(TRAINING, adapter.monitor), adapter)
+    del session.driver._releases[resource]
+    outcome = carry_out(session)
+    assert isinstance(outcome.error, il.errors.HeldSetMismatch)
+    assert f"'{event}'" in str(outcome.error)
+    assert resource in outcome.error.held
+    assert resource not in outcome.error.stacked
+    assert outcome.history[-1].phase == "closed"
+    assert outcome.abandoned == (resource,)
+
+
+# What is illegal changes nothing
+
+
+def configurations(spec: Spec) -> Iterator[Slot]:
+    """A slot in each configuration that can be reached."""
+    life = lifecycle(spec)
+    seen, todo = {life.slot().config}, deque([()])
+    while todo:
+        path: tuple[str, ...] = todo.popleft()
+        slot = life.slot()
+        for event in path:
+            slot.fire(event)
+        yield slot
+        for event in slot.legal:
+            further = life.rules[slot.state][event].advance(slot.config).config
+            if further not in seen:
+                seen.add(further)
+                todo.append((*path, event))
+
+
+def test_every_illegal_event_in_every_configuration():
+    spec = compose(TRAINING, CPU)
+    slots = refused = 0
+    phases = set()
+    for slot in configurations(spec):
+        slots += 1
+        phases.add(slot.state)
+        before, config, legal = list(slot.history), slot.config, slot.legal
+        for event in (*spec.events, "no such event"):
+            if event in legal:
+                continue
+            with pytest.raises(IllegalTransition) as caught:
+                slot.fire(event)
+            refused += 1
+            assert caught.value.legal == tuple(sorted(legal))
+            assert (caught.value.event, caught.value.phase) == (event, config.phase)
+            assert slot.history == before
+            assert slot.config == config
+    assert phases == set(spec.phase)
+    assert slots > 50
+    assert refused > 2000
+
+
+@both
+@pytest.mark.parametrize("phase", ["created", "acquired", "placed", "ready", "training"])
+def test_a_run_goes_on_after_an_illegal_event(backend: str, phase: str):
+    adapter = CLASSES[backend]()
+    session = session_on(compose(TRAINING, adapter.monitor), adapter)
+    slot, stack = session.driver.slot, session.driver.stack
+    session.driver.advance(phase)
+    before, held = list(slot.history), stack.names
+    for event in set(session.driver.spec.events) - set(slot.legal):
+        with pytest.raises(IllegalTransition):
+            session.driver.fire(event)
+    assert slot.history == before
+    assert stack.names == held
+    assert session.run().status == "finished"
+
+
+# Which transitions are driven
+
+
+NEXT = "next piece"
+NOT_DRIVEN_PHASES = {
+    **dict.fromkeys(("restoring", "checkpointing", "rescuing"), f"checkpoints: {NEXT}"),
+    **dict.fromkeys(
+        ("paused", "suspending", "returning", "suspended", "reacquiring", "resuming"), f"suspension: {NEXT}"
+    ),
+    "compiling": f"options: {NEXT}",
+    "adopting": f"adoption: {NEXT}",
+    "flushing": f"a synchronisation in mid-run, before a suspension: {NEXT}",
+}
+NOT_DRIVEN = {
+    ("ready", "stop"): f"no handle stops before it trains: {NEXT}",
+}
+"""Of the transitions between the other phases, those that no run takes yet, with the reason."""
+
+
+class Lost(RuntimeError):
+    """What the device is lost by."""
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "fail": lambda: ValueError("boom"),
+    "interrupt": KeyboardInterrupt,
+    "abandon": lambda: il.errors.DeadlinePassed("it", 1.0, "nowhere"),
+    "lose": Lost,
+}
+
+
+def losing(backend: str) -> Adapter:
+    class Losing(CLASSES[backend]):  # type: ignore[name-defined]
+        def is_loss_of_device(self, error: BaseException) -> bool:
+            return isinstance(error, Lost)
+
+    return Losing()
+
+
+def once(action: Callable[[], None], error: BaseException) -> Callable[[], None]:
+    """The action, but that it raises the first time."""
+    left = [error]
+
+    def act() -> None:
+        if left:
+            raise left.pop()
+        action()
+
+    return act
+
+
+def varied(backend: str) -> Iterator[Session]:
+    """Sessions that are over: each error in each phase that is driven, and all the good ends."""
+    spec = compose(TRAINING, CLASSES[backend].monitor)
+
+    def new(what: il.Task | None = None, **options: Any) -> Session:
+        return session_on(spec, losing(backend), what, **options)
+
+    for policy in ("offload", "keep", "discard"):
+        yield _over(new(exit=policy))
+    stopped = new()
+    stopped.position.request = "stop"
+    yield _over(stopped)
+    for phase in ("created", "acquired", "placed", "ready", "training"):
+        if phase != "training":
+            ended = new()
+            ended.perform(lambda s=ended, p=phase: (s.driver.advance(p), s.driver.fire("offload")))
+            ended.conclude()
+            yield ended
+        for make in ERRORS.values():
+            struck = new()
+            struck.perform(lambda s=struck, p=phase: s.driver.advance(p))
+            struck.conclude(make())
+            yield struck
+    for name in [name for name in new().driver._actions if name in spec.phase]:
+        exits = {"keeping": "keep", "discarding": "discard"}
+        for make in ERRORS.values():
+            run = new(exit=exits.get(name, "offload"))
+            if name == "writing_off":
+                run.driver._actions["training"] = _nothing
+                run.driver._actions["dropping"] = once(_nothing, Lost())
+            run.driver._actions[name] = once(run.driver._actions[name], make())
+            yield _over(run)
+    for make in ERRORS.values():
+        yield _over(new(task(optimizer=lambda model, make=make: Striking(model, make()))))
+
+
+def _nothing() -> None:
+    return None
+
+
+def _over(session: Session) -> Session:
+    carry_out(session)
+    return session
+
+
+class Striking(torch.optim.SGD):
+    """Fails in the middle of an update."""
+
+    def __init__(self, model: Any, error: BaseException) -> None:
+        super().__init__(model.parameters(), 0.1)
+        self.error = error
+
+    def step(self, closure: Any = None) -> Any:
+        raise self.error
+
+
+@both
+def test_which_transitions_are_driven(backend: str):
+    spec = compose(TRAINING, CLASSES[backend].monitor)
+    driven: set[tuple[str, str]] = set()
+    for session in varied(backend):
+        assert session.driver.phase == "closed"
+        assert session.driver.stack.names == ()
+        driven |= {(entry.source, entry.event) for entry in session.driver.slot.history[1:]}
+    expected = {
+        (t.source, t.event)
+        for t in spec.transitions
+        if not {t.source, t.dest} & set(NOT_DRIVEN_PHASES) and (t.source, t.event) not in NOT_DRIVEN
+    }
+    assert driven - expected == set(), "driven now: take it from the list"
+    assert expected - driven == set(), "no run takes these"
+
+
+def test_an_edge_is_data():
+    """The edits above are of the kind that anybody can make."""
+    edge = compose(TRAINING, CPU).by_source["failed"]["offload"]
+    assert edge == Transition("offload", "failed", "offloading", HARMLESS)
