@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -66,7 +67,7 @@ def unpin(error: BaseException, outside: BaseException | None, on_device: OnDevi
     traceback still prints the same lines.
 
     A cleared frame keeps its function, and the function what it closes over: of that, whatever
-    stands on the device is dropped.
+    stands on the device is dropped, where nobody but the frame can reach it any more.
 
     Args:
         error: The exception.
@@ -83,15 +84,25 @@ def unpin(error: BaseException, outside: BaseException | None, on_device: OnDevi
 
 
 def _empty_cells(frame: FrameType, on_device: OnDevice) -> None:
+    """Drop what only this frame's function closes over; what others can still reach is theirs."""
     if not frame.f_code.co_freevars:
         return
     for function in gc.get_referents(frame):
         if isinstance(function, FunctionType) and function.__code__ is frame.f_code:
+            # Held by the frame, the list, this variable and the call; by anybody else, it may run again.
+            if sys.getrefcount(function) > _HELD_HERE + 1:
+                continue
             for cell in function.__closure__ or ():
+                # Held by the closure, this variable and the call; another function may share it.
+                if sys.getrefcount(cell) > _HELD_HERE:
+                    continue
                 # An empty cell has no contents; and those of others may be anything.
                 with suppress(Exception):
                     if on_device(cell.cell_contents):
                         del cell.cell_contents
+
+
+_HELD_HERE = 3
 
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:

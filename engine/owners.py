@@ -85,15 +85,21 @@ def describe_owner(thing: object, until: float = math.inf) -> str:
 
 def _of_running(level: dict[int, tuple[object, str]]) -> str:
     """A local variable of a function that is running, on any thread: the collector knows nothing of these."""
-    for top in sys._current_frames().values():
-        frame: types.FrameType | None = top
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").partition(".")[0] != "interlock":
-                for name, value in _locals_of(frame):
-                    if id(value) in level:
-                        return _local(name, frame) + level[id(value)][1]
-            frame = frame.f_back
-    return ""
+    frame: types.FrameType | None = None
+    tops = [*sys._current_frames().values()]
+    try:
+        while tops:
+            frame = tops.pop()
+            while frame is not None:
+                if frame.f_globals.get("__name__", "").partition(".")[0] != "interlock":
+                    for name, value in _locals_of(frame):
+                        if id(value) in level:
+                            return _local(name, frame) + level[id(value)][1]
+                frame = frame.f_back
+        return ""
+    finally:
+        # One of them is this very frame, which would keep itself, and all that it looked at.
+        del frame, tops
 
 
 def _locals_of(frame: types.FrameType) -> list[tuple[str, object]]:

@@ -82,7 +82,29 @@ def test_a_write_to_a_shallow_copy_is_found() -> None:
         check_input_unchanged(shallow)
 
 
-@pytest.mark.parametrize("data", [Strict({"x": X, "n": 1}, why="more"), Liar({"x": X, "n": 1})])
+class Fewer(Wrapped):
+    """A constructor that takes a mapping and keeps less of it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner if inner.get("x") is X else {})
+
+
+class Number(Wrapped):
+    """A class that makes something else."""
+
+    def __new__(cls, inner: Any) -> Any:
+        return super().__new__(cls) if inner.get("x") is X else 3
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Strict({"x": X, "n": 1}, why="more"),
+        Liar({"x": X, "n": 1}),
+        Fewer({"x": X, "n": 1}),
+        Number({"x": X, "n": 1}),
+    ],
+)
 def test_a_mapping_that_cannot_be_rebuilt_gives_way_to_a_dictionary(data: Any) -> None:
     new = convert(data, twice)
     assert type(new) is dict
@@ -159,15 +181,28 @@ def test_fields_that_a_constructor_does_not_set() -> None:
 def test_a_module_in_a_batch_is_no_container() -> None:
     @dataclass(eq=False)
     class Module(torch.nn.Module):
-        size: int = 3
+        weight: Any = field(init=False)
 
         def __post_init__(self) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(self.size))
+            self.weight = torch.nn.Parameter(torch.ones(3))
 
     module = Module()
     assert convert([module, X], twice)[0] is module
     assert len(list(tensors([module, X]))) == 1
+
+
+def test_a_tensor_in_two_places_is_moved_once_and_stays_one() -> None:
+    """Labels that are the inputs, as language models have them."""
+    calls: list[torch.Tensor] = []
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(tensor)
+        return tensor.clone()
+
+    new = convert({"input_ids": X, "labels": X, "mask": X + 1}, move)
+    assert len(calls) == 2
+    assert new["input_ids"] is new["labels"]
 
 
 def test_in_place_lists_and_dictionaries_keep_their_identity() -> None:

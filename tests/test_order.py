@@ -37,7 +37,7 @@ from torch import nn
 from torch.optim import SGD
 
 import interlock as il
-from interlock import errors
+from interlock import errors, facts
 from interlock.backends.double import ReplacingDouble
 from interlock.options import Options
 
@@ -648,7 +648,12 @@ def test_a_right_task_gives_no_warning_and_says_what_changed(backend: str) -> No
 
 @on_each_backend
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
-def test_what_changed_is_told_for_each_dtype(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("small", [0, facts.SMALL])
+def test_what_changed_is_told_for_each_dtype(
+    backend: str, dtype: torch.dtype, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "SMALL", small)
+
     def build() -> nn.Module:
         return seeded(lambda: nn.Linear(4, 3, dtype=dtype))
 
@@ -658,6 +663,17 @@ def test_what_changed_is_told_for_each_dtype(backend: str, dtype: torch.dtype) -
     outcome = run(backend, task(model=build, loss=loss))
     finished(outcome)
     assert "2 of 2 parameters changed in the first update" in outcome.notes
+
+
+@pytest.mark.parametrize("small", [0, facts.SMALL])
+def test_a_fingerprint_sees_the_imaginary_part(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "SMALL", small)  # smaller tensors are copied, larger ones summed up
+    model = nn.Linear(2, 1, bias=False, dtype=torch.complex64)
+    before = facts.fingerprints(model)
+    assert facts.changed(before, model) == (0, 1)
+    with torch.no_grad():
+        model.weight.copy_(model.weight.conj().resolve_conj())  # the same real parts, the same norm
+    assert facts.changed(before, model) == (1, 1)
 
 
 # Losses that are not finite
@@ -833,6 +849,11 @@ def of_torch() -> dict[str, type[torch.optim.Optimizer]]:
     }
 
 
+def on_the_device_of(model: nn.Module, value: float) -> torch.Tensor:
+    """A number as a tensor beside the model (the double counts what is made from what stands on it)."""
+    return next(model.parameters()).detach().sum() * 0 + value
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     **{
         name: lambda model, kind=kind: kind(model.parameters(), lr=0.01)
@@ -847,7 +868,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "AdamW, foreach": lambda model: torch.optim.AdamW(model.parameters(), 0.01, foreach=True),
     "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), 0.01, fused=True),
     "AdamW, the rate a tensor": lambda model: torch.optim.AdamW(
-        model.parameters(), torch.tensor(0.01), foreach=False
+        model.parameters(), on_the_device_of(model, 0.01), foreach=False
     ),
     "AdamW, two groups": lambda model: torch.optim.AdamW(
         [
@@ -947,8 +968,6 @@ def test_the_comparison_finds_a_step_that_does_not_do_all(
 
 
 def test_the_comparison_finds_an_engine_that_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    from interlock import facts
-
     fingerprints = facts.fingerprints
 
     def wrong(model: nn.Module) -> Any:

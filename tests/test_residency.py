@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import interlock as il
-from interlock import errors, residency
+from interlock import errors, owners, residency
 from interlock.backends.cpu import CpuAdapter
 from interlock.backends.double import ReplacingDouble
 from interlock.owners import describe_owner
@@ -163,6 +163,21 @@ def test_a_recurrent_module_goes_on_with_its_own_parameters(backend: str) -> Non
     by_hand(expected, optimizer, batches())
     by_hand(model, outcome.optimizer, batches())
     assert same(values(model), values(expected))
+
+
+@on_each_backend
+def test_a_buffer_with_a_graph_comes_home_without_it(backend: str) -> None:
+    """The graph holds what was saved for a backward pass, all of it on the device."""
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        value = loss_of(model, batch)
+        model.seen = value * 2
+        return value
+
+    model = net()
+    finished(run(backend, task(model=model, loss=loss)))
+    assert model.seen.grad_fn is None
+    assert not model.seen.requires_grad
 
 
 @on_each_backend
@@ -363,19 +378,20 @@ def test_a_state_of_ones_own_comes_home_wherever_it_stands(backend: str) -> None
 
     class Own(SGD):
         def __init__(self, model: nn.Module) -> None:
-            super().__init__(model.parameters(), torch.tensor(0.1) + 0)
-            self.average = torch.zeros(3) + 1
+            self.one = next(model.parameters()).detach().sum() * 0 + 1  # made there, so that it stands there
+            super().__init__(model.parameters(), self.one * 0.1)
+            self.average = self.one * 3
             self.history: list[torch.Tensor] = []
             self.mine = list(model.parameters())
 
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             for group in self.param_groups:
-                group["extra"] = {"norms": [torch.ones(1) + 1]}
+                group["extra"] = {"norms": [self.one + 1]}
                 for parameter in group["params"]:
                     self.state[parameter]["deep"] = {"list": [parameter.grad.clone()]}
-            self.state["global"] = torch.ones(2) + 1  # type: ignore[index]
+            self.state["global"] = (self.one + 1)[None]  # type: ignore[index]
             self.state["number"] = 3  # type: ignore[index]
-            self.history.append(torch.ones(1) + 1)
+            self.history.append(self.one + 1)
             super().step()
 
     model = net()
@@ -383,7 +399,8 @@ def test_a_state_of_ones_own_comes_home_wherever_it_stands(backend: str) -> None
     finished(outcome)
     optimizer: Any = outcome.optimizer
     assert optimizer.state["number"] == 3
-    assert optimizer.state["global"].tolist() == [2, 2]
+    assert optimizer.state["global"].tolist() == [2]
+    assert optimizer.average.item() == 3
     assert all(a is b for a, b in zip(optimizer.mine, model.parameters(), strict=True))
     assert set(map(id, model.parameters())) <= {id(key) for key in optimizer.state}
     assert len(optimizer.history) == 6
@@ -435,32 +452,38 @@ def test_after_a_placement_cut_short_the_objects_are_the_first_ones(moved: int) 
 
 def test_what_the_user_holds_is_left_and_named_with_its_owner() -> None:
     """A local variable of the test itself, and a dictionary in one."""
-    mine: dict[str, torch.Tensor] = {}
+    mine: dict[str, list[torch.Tensor]] = {"losses": []}
 
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        value = loss_of(model, batch)
-        mine["last"] = value.detach()
-        return value
-
-    outcome = run("double", task(loss=loss))
-    assert outcome.status == "finished"
-    assert outcome.residue.bytes == 4
-    assert "held by local 'mine' of test_what_the_user_holds" in str(outcome.residue)
-    assert "['last']" in str(outcome.residue)
-    gone = weakref.ref(mine["last"])
-    del mine["last"]
+    with engine("double").open(task()) as created:
+        training = created.place().optimize().train()
+        last = training.step(batches()[0])
+        mine["losses"].append(training.step(batches()[1]))
+        outcome = training.finish()
+    assert outcome.residue.bytes == 8
+    told = str(outcome.residue)
+    assert "held by local 'last' of test_what_the_user_holds_is_left_and_named_with_its_owner" in told
+    assert "local 'mine' of test_what_the_user_holds_is_left_and_named_with_its_owner" in told
+    assert "['losses'][0]" in told
+    gone = weakref.ref(last)
+    del last
     assert gone() is None  # the search itself kept nothing
 
 
 def test_a_search_for_owners_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks at all objects of the process, and must not hold up the end of a run."""
-    hidden = [[torch.ones(1)]]
-    for _ in range(40):
-        hidden = [hidden, [hidden] * 3]  # type: ignore[list-item]
+    looks: list[int] = []
+
+    def referrers(*things: object) -> list[Any]:
+        looks.append(len(things))
+        return [[thing] for thing in things] * 1000
+
     monkeypatch.setattr("interlock.owners._of_running", lambda level: "")
-    begun = time.monotonic()
-    describe_owner(hidden, begun + 0.2)
-    assert time.monotonic() - begun < 5
+    monkeypatch.setattr("interlock.owners.gc.get_referrers", referrers)
+    assert describe_owner(torch.ones(1), time.monotonic() - 1) == "an owner that was not found"
+    assert looks == []
+    describe_owner(torch.ones(1))
+    assert len(looks) == owners.DEPTH
+    assert max(looks) <= owners.BREADTH
 
 
 # Two runs of one model

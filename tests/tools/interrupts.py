@@ -6,6 +6,7 @@ line does the same, and does it again at the same place the next time.
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections import Counter
 from functools import cache
@@ -60,7 +61,7 @@ class AtLine:
         return self._line if _is_part(frame.f_code.co_filename) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
+        if event == "line" and not _is_with(frame.f_code.co_filename, frame.f_lineno):
             line = (frame.f_code.co_filename, frame.f_lineno)
             self.passed[line] += 1
             if line == self.line and self.passed[line] == self.visit:
@@ -72,3 +73,10 @@ class AtLine:
 @cache
 def _is_part(file: str) -> bool:
     return file.startswith("<interlock") or (file.startswith(PACKAGE) and Path(file).stem in PARTS)
+
+
+@cache
+def _is_with(file: str, number: int) -> bool:
+    """Whether a `with` statement begins there. It is traced once more when its block ends, at a place where
+    the interpreter looks for no signal: the context would be left without being closed."""
+    return linecache.getline(file, number).lstrip().startswith("with ")
