@@ -153,7 +153,3 @@ class Adapter:
 
     def _free(self) -> None:
         return None
-
-
-Factory = Callable[[], Adapter]
-"""What an entry point of the group `interlock.backends` names: a class, or a function."""

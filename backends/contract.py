@@ -360,7 +360,7 @@ class AdapterContract:
         require(set(last.statuses) == {Status.ABSENT}, f"{where}: still held at the end: {last}")
         if not outcome.abandoned:
             require(outcome.residue.known or fault.call == "leftovers", f"{where}: the residue is unknown")
-            require(outcome.residue.bytes == 0, f"{where}: left {outcome.residue}")
+            require(not outcome.residue.bytes, f"{where}: left {outcome.residue}")
         return outcome
 
     def test_an_interrupt_is_a_cancellation(self) -> None:

@@ -80,9 +80,10 @@ CUDA = Monitor(
         Property(
             "synced-before-home",
             Pattern.PRECEDENCE,
-            on("drop", "keep", "discard", "home", "suspend"),
+            # By effects, so that a phase of a user's own that moves things home is held to it too.
+            does("releases", "model") | does("releases", "optimizer") | does("transfers", "model"),
             first=on("sync"),
-            since=on(*_WORK),
+            since=does("acquires", "model") | does("steps"),
             doc="queued work is waited for before anything moves home",
         ),
     ),

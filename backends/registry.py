@@ -62,10 +62,10 @@ def monitor(name: str) -> Monitor:
     Raises:
         UnknownName: No such backend.
     """
+    if name not in BUILT_IN and any(point.name == name for point in entry_points(group=GROUP)):
+        return adapter_class(name).monitor
     if name in MONITORS:
         return MONITORS[name]
     if name == "double":
         return MONITORS["cuda"]
-    if name in names():
-        return adapter_class(name).monitor
     raise UnknownName("backend", name, {*MONITORS, *names()})

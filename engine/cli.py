@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import threading
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
@@ -220,8 +221,11 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got '{text}'")
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        longest = f"{threading.TIMEOUT_MAX:.0f}"
+        raise argparse.ArgumentTypeError(
+            f"must be a number of seconds above 0, up to {longest}, got '{text}'"
+        )
     return seconds
 
 

@@ -53,8 +53,10 @@ def bounded(function: Callable[[], T], seconds: float, what: str) -> T:
     thread = threading.Thread(target=call, name=f"interlock {what}", daemon=True)
     try:
         thread.start()
-    except RuntimeError:
-        # The interpreter is shutting down and starts no threads any more: wait without a bound.
+    except RuntimeError as error:
+        if "shutdown" not in str(error):
+            raise
+        # The interpreter is at its end and starts no threads any more: wait without a bound.
         call()
     else:
         if not call.done.wait(seconds):

@@ -28,9 +28,10 @@ class Position:
         epoch: The present epoch, from 0.
         doing: What the run's thread was last seen to begin: "loader", "step", ...
         request: What another thread asked for: "", "stop" or "cancel".
+        cancellation: The error raised for `cancel`, so that one from another run is told apart.
     """
 
-    __slots__ = ("doing", "epoch", "request", "since", "step", "updating")
+    __slots__ = ("cancellation", "doing", "epoch", "request", "since", "step", "updating")
 
     def __init__(self) -> None:
         self.updating = False
@@ -39,6 +40,7 @@ class Position:
         self.doing = ""
         self.since = 0.0
         self.request = ""
+        self.cancellation: BaseException | None = None
 
 
 class Driver:

@@ -172,6 +172,10 @@ class FrozenParameterWarning(UserWarning):
     """The optimizer holds parameters with `requires_grad=False`; names them."""
 
 
+class EvaluationModeWarning(UserWarning):
+    """The model was given in evaluation mode: dropout and batch normalisation do not train like that."""
+
+
 class UnusedParameterWarning(UserWarning):
     """Some trainable parameters received no gradient in the first step; names them."""
 
@@ -186,6 +190,7 @@ __all__ = [
     "DataError",
     "DeadlinePassed",
     "DuplicateParameter",
+    "EvaluationModeWarning",
     "ForeignParameter",
     "FrozenParameterWarning",
     "HeldSetMismatch",

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -126,8 +126,12 @@ class Subscription:
 
     observer: Observer
     capacity: int = 1024
-    lost: int = 0
-    errors: int = 0
+    past: Sequence[Event] = field(default=(), repr=False)
+    """What it is told first, however much that is."""
+    bus: Bus | None = field(default=None, repr=False)
+    """Where it is taken off when it is closed."""
+    lost: int = field(default=0, init=False)
+    errors: int = field(default=0, init=False)
     _queue: queue.Queue[Event | None] = field(init=False, repr=False)
     _thread: threading.Thread = field(init=False, repr=False)
     _ending: bool = field(default=False, init=False, repr=False)
@@ -146,6 +150,10 @@ class Subscription:
             self.lost += 1
 
     def _run(self) -> None:
+        past, self.past = self.past, ()
+        for earlier in past:
+            self._call(self.observer, earlier)
+        del past
         while (event := self._queue.get()) is not _STOP:
             self._call(self.observer, event)
             if self._ending and self._queue.empty():
@@ -186,8 +194,16 @@ class Subscription:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop observing."""
-        self.finish(1.0)
+        """Stop observing; the observer still sees what is queued. It may be called by the observer itself."""
+        bus, self.bus = self.bus, None
+        if bus is not None:
+            bus.remove(self)
+        if threading.current_thread() is self._thread:
+            self._ending = True
+            with suppress(queue.Full):
+                self._queue.put_nowait(_STOP)
+        else:
+            self.finish(1.0)
 
 
 def _complain(text: str) -> None:
@@ -211,15 +227,19 @@ class Bus:
 
     def subscribe(self, observer: Observer, capacity: int = 1024) -> Subscription:
         """Add an observer; it gets all events so far, then those to come."""
-        subscription = Subscription(observer, capacity)
         with self._lock:
-            for event in self._past:
-                subscription.put(event)
+            subscription = Subscription(observer, capacity, tuple(self._past), self)
             if not self._over:
                 self._subscriptions.append(subscription)
                 return subscription
         subscription.finish(0.0)
         return subscription
+
+    def remove(self, subscription: Subscription) -> None:
+        """Tell this observer no more."""
+        with self._lock:
+            if subscription in self._subscriptions:
+                self._subscriptions.remove(subscription)
 
     def publish(self, event: Event) -> None:
         """Give an event to every observer's queue; never waits."""

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .errors import (
     BrokenTie,
     DuplicateParameter,
+    EvaluationModeWarning,
     ForeignParameter,
     FrozenParameterWarning,
     LossError,
@@ -325,6 +326,20 @@ def check_finite(loss: torch.Tensor, step: int) -> None:
     value = float(loss.detach())
     if not math.isfinite(value):
         raise NonFiniteLoss(step, value)
+
+
+def check_mode(model: nn.Module) -> None:
+    """Warns, with `EvaluationModeWarning`, if the model as a whole is in evaluation mode.
+
+    Single submodules may be, on purpose (frozen batch normalisation): the engine changes no mode.
+    """
+    if not model.training and any(p.requires_grad for p in model.parameters()):
+        warnings.warn(
+            "the model is in evaluation mode and will be trained like that: dropout is off, and batch "
+            "normalisation keeps its statistics. Call `model.train()` before the run, unless this is meant",
+            EvaluationModeWarning,
+            stacklevel=2,
+        )
 
 
 def check_gradients(model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, int]:

@@ -89,13 +89,7 @@ class Created(_Handle):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         session = self._session
-        if session.outcome is None:
-            if error is None and session.driver.phase == "training":
-                session.perform(lambda: session.end("stop"))
-            if error is None:
-                session.close()
-            else:
-                session.conclude(error)
+        session.leave(error)
         # The handles' own frames stand in its traceback, and have ended by now.
         session.errors.unpin()
 

@@ -25,7 +25,8 @@ Step = Callable[[Any], torch.Tensor]
 def check_cancel(position: Position) -> None:
     """Raises `Cancelled` if another thread has asked for it."""
     if position.request == "cancel":
-        raise Cancelled(f"the run was cancelled on request, after step {position.step}")
+        position.cancellation = Cancelled(f"the run was cancelled on request, after step {position.step}")
+        raise position.cancellation
 
 
 def train_epoch(
@@ -170,6 +171,7 @@ def evaluate(
     means = Means()
     number = 0
     flags = [(module, module.training) for module in model.modules()]
+    gradients = torch.is_grad_enabled()
     try:
         model.eval()
         with torch.no_grad():
@@ -187,6 +189,8 @@ def evaluate(
                     raise
                 del batch, here
     finally:
+        # `no_grad` does this too, unless an interrupt lands in it.
+        torch.set_grad_enabled(gradients)
         for module, training in flags:
             module.training = training
     if not number:

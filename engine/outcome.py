@@ -26,13 +26,13 @@ class Residue:
 
     Attributes:
         known: Whether it could be observed (not if the device is lost or was abandoned).
-        bytes: How much; 0 also while unknown.
+        bytes: How much; `None` if unknown.
         leftovers: Each block, with the paths of references that hold it.
         by_design: Why something may be left on purpose (exit policy `keep`, kept frames).
     """
 
     known: bool = True
-    bytes: int = 0
+    bytes: int | None = 0
     leftovers: tuple[Leftover, ...] = ()
     by_design: str = ""
 
@@ -48,6 +48,10 @@ class Residue:
         return text + (f" ({self.by_design})" if self.by_design else "")
 
 
+UNKNOWN = Residue(known=False, bytes=None)
+"""Of a device that could not be asked any more."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended, and what it produced.
@@ -57,7 +61,8 @@ class Outcome:
         abandoned: Resources that could not be given back properly; empty for a clean end.
         model: The trained model (the task's own object where it gave one), on the host unless the
             exit policy is `keep`; `None` if there never was one or it was discarded.
-        optimizer: The optimizer, its state on the host, bound to the model's parameters.
+        optimizer: The optimizer, its state on the host, bound to the model's parameters; `None` if
+            there never was one, or the model is not at home (exit policies `keep` and `discard`).
         error: The exception that ended the run: the first one, the same object.
         failure: The same as text.
         errors: Later errors, from cleaning up, in order.

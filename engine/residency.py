@@ -87,7 +87,7 @@ def registered(model: nn.Module) -> Iterator[Slot]:
 
 
 _claims: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
-_claiming = threading.Lock()
+_claiming = threading.RLock()
 
 
 def claim(model: nn.Module, run: object) -> None:

@@ -49,6 +49,7 @@ class Snapshot:
 
 
 _live: weakref.WeakSet[Run] = weakref.WeakSet()
+_live_lock = threading.Lock()
 _hooked = False
 
 
@@ -66,6 +67,7 @@ class Run:
         self._slot = session.driver.slot
         self._bus = session.bus
         self._outcome: Outcome | None = None
+        self._requests = threading.Lock()
         self._closed = threading.Event()
         self._waiting: list[Callable[[], object]] = []
         self._worker: int | None = None
@@ -81,13 +83,15 @@ class Run:
             _hooked = True
             atexit.register(_end_all)
             # The threads of its runs do not exist in a forked child: it must not wait for them.
-            os.register_at_fork(after_in_child=_live.clear)
-        _live.add(self)
+            os.register_at_fork(after_in_child=_forget_all)
+        with _live_lock:
+            _live.add(self)
         try:
             self._thread.start()
         except BaseException as error:
             # There is no thread to be had: the run closes here, before anything was taken.
-            _live.discard(self)
+            with _live_lock:
+                _live.discard(self)
             if self._session is not None:
                 self._session.conclude(error)
             raise
@@ -101,7 +105,8 @@ class Run:
                 self._outcome = carry_out(session)
         finally:
             del session
-            _live.discard(self)
+            with _live_lock:
+                _live.discard(self)
             self._closed.set()
             while self._waiting:
                 self._waiting.pop()()
@@ -156,12 +161,14 @@ class Run:
 
     def stop(self) -> None:
         """Ask it to end well: the update in progress is finished, the results are kept."""
-        if not self._position.request:
-            self._position.request = "stop"
+        with self._requests:
+            if not self._position.request:
+                self._position.request = "stop"
 
     def cancel(self) -> None:
         """Ask it to end now: at the next step boundary, as an interruption. Overrides `stop`."""
-        self._position.request = "cancel"
+        with self._requests:
+            self._position.request = "cancel"
 
     # -- the end ------------------------------------------------------------------------------
 
@@ -242,9 +249,16 @@ class Run:
         return f"<Run {self.id} {self.phase}, {self.step} steps>"
 
 
+def _forget_all() -> None:
+    global _live_lock
+    _live_lock = threading.Lock()  # the parent's may have been held at that moment
+    _live.clear()
+
+
 def _end_all() -> None:
     """At the end of the program: ask every run to end, and give them a moment to do so."""
-    runs = list(_live)
+    with _live_lock:
+        runs = list(_live)
     for run in runs:
         run.cancel()
     end = time.monotonic() + EXIT_PATIENCE

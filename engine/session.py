@@ -14,15 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from interlock.specs import Entry, Lifecycle, Status
+from interlock.specs import Entry, Kind, Lifecycle, Status
 
 from .driver import PATIENCE, Driver, Position
-from .errors import Cancelled, DeadlinePassed, NoWayOut, RunInUse, TaskError
+from .errors import DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
 from .evidence import Errors, raise_again
 from .loop import check_cancel, mean_loss, note_batch, train_epoch
 from .options import Options
-from .outcome import Outcome, Residue, StatusName
+from .outcome import UNKNOWN, Outcome, Residue, StatusName
 from .program import StepProgram
 from .release import ReleaseStack
 from .residency import standing_on
@@ -86,6 +86,8 @@ class Session:
         """Of the steps that a phase handle has taken since the last report."""
         self._told = False
         self._busy = threading.Lock()
+        self._driven_by = 0
+        """The thread that has it."""
         self._outside: BaseException | None = None
         stack = ReleaseStack(options.deadline, adapter.copies)
         self._work = Work(task, adapter, program, options, self.position, stack, self._say)
@@ -133,6 +135,9 @@ class Session:
                 self._work.scheduler.step()
             if data.validate is not None:
                 self.validate(data.validate)
+            if self.position.request == "stop" and epoch + 1 < self._epochs:
+                self.driver.fire("stop")
+                return
         self.driver.fire("finish")
 
     # -- pieces of a run, for phase handles -----------------------------------------------------
@@ -155,18 +160,50 @@ class Session:
                 "run goes one way, and nothing has changed. Return from the hook first, or start another "
                 "run"
             )
+        self._driven_by = threading.get_ident()
         self._outside = sys.exc_info()[1]
         try:
             with self.adapter.session():
                 result = work()
         except BaseException as error:
             self.conclude(error)
+            self._driven_by = 0
             self._busy.release()
             # This frame stays in the error's traceback, for as long as anybody keeps the error.
             del self, work
             raise
+        self._driven_by = 0
         self._busy.release()
         return result
+
+    def leave(self, error: BaseException | None) -> None:
+        """End the run where its `with` block ends: whatever phase it is in, whoever is driving it.
+
+        A call that is in progress on another thread is asked to end, and waited for.
+
+        Args:
+            error: What the block raised, if anything.
+
+        Raises:
+            RunInUse: From inside one of the run's own hooks, which would wait for itself.
+            BaseException: Whatever went wrong on the way out of a block that raised nothing.
+        """
+        if self._driven_by == threading.get_ident():
+            raise RunInUse("the run's `with` block was left from inside one of its own hooks")
+        if not self._busy.acquire(blocking=False):
+            self.position.request = "cancel"
+            self._busy.acquire()
+        self._busy.release()
+        if self.outcome is not None:
+            return
+        if error is not None:
+            self.conclude(error)
+            return
+        if self.driver.spec.phase[self.driver.phase].kind is Kind.WORK:
+            self.perform(lambda: self.end("stop"))
+        elif "offload" in self.driver.slot.legal:
+            self.perform(lambda: self.driver.fire("offload"))
+        self.close()
 
     def step_once(self, batch: Any) -> torch.Tensor:
         """One step outside of the engine's loop: the detached loss."""
@@ -241,13 +278,23 @@ class Session:
 
     def _leave(self, error: BaseException | None) -> None:
         self._losses = []  # they stand on the device
-        with self.adapter.session():
-            if error is not None:
-                self.driver.fault(self._note_error(error))
-            try:
-                self.driver.unwind(self._note_error)
-            except NoWayOut as stuck:
-                self._note_error(stuck)
+        if error is not None:
+            self._note_error(error)
+        try:
+            with self.adapter.session():
+                self._to_the_end(error)
+        except Exception as refused:
+            # A backend that cannot enter or leave its context any more holds up nothing.
+            self._note_error(refused)
+            self._to_the_end(error)
+
+    def _to_the_end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.driver.fault(self._note_error(error))
+        try:
+            self.driver.unwind(self._note_error)
+        except NoWayOut as stuck:
+            self._note_error(stuck)
 
     def _note_error(self, error: BaseException) -> str:
         """Turn an error into evidence that pins nothing; the event to fire for it."""
@@ -256,7 +303,11 @@ class Session:
             return "abandon"
         if self.adapter.is_loss_of_device(error):
             return "lose"
-        return "interrupt" if _is_interruption(error) else "fail"
+        return "interrupt" if self._is_interruption(error) else "fail"
+
+    def _is_interruption(self, error: BaseException) -> bool:
+        """Ctrl-C, this run's own cancellation, a library that calls `sys.exit`: no failure of the work."""
+        return error is self.position.cancellation or not isinstance(error, Exception)
 
     def _with_errors(self, outcome: Outcome) -> Outcome:
         failures = self.errors.failures()
@@ -271,14 +322,14 @@ class Session:
     def _status(self) -> StatusName:
         error = self.errors.first
         if error is not None:
-            return "cancelled" if _is_interruption(error) else "failed"
+            return "cancelled" if self._is_interruption(error) else "failed"
         finished = any(entry.event == "finish" for entry in self.driver.slot.history)
         return "finished" if finished else "stopped"
 
     def _residue(self, abandoned: bool) -> Residue:
         """What was measured; without a measurement nothing is known, unless nothing was ever placed."""
         placed = any(name == "model" for name, _ in self.driver.slot.ended)
-        return self._work.residue or Residue(known=not placed and not abandoned)
+        return self._work.residue or (UNKNOWN if placed or abandoned else Residue())
 
     def _draw_up(self) -> Outcome:
         """The outcome, but for the errors; everybody is told that the run is closed."""
@@ -293,7 +344,8 @@ class Session:
             status=self._status(),
             abandoned=abandoned,
             model=None if discarded else work.model,
-            optimizer=work.optimizers[0] if work.optimizers and not discarded else None,
+            # With `keep` its state came home, while the parameters stay: it could not go on.
+            optimizer=work.optimizers[0] if work.optimizers and self.options.exit == "offload" else None,
             residue=residue,
             history=tuple(slot.history),
             metrics=dict(self._metrics),
@@ -360,15 +412,11 @@ def carry_out(session: Session) -> Outcome:
     session for as long as anybody keeps the error. The error keeps this frame as well, as the caller
     of those: so nothing may be left in it.
     """
-    errors, outcome = session.errors, session.run()
-    del session
+    outcome = session.run()
     try:
-        errors.unpin()
+        session.errors.unpin()
         return outcome
+    except BaseException as interrupt:
+        return session.conclude(interrupt)
     finally:
-        del outcome, errors
-
-
-def _is_interruption(error: BaseException) -> bool:
-    """Ctrl-C, a cancellation, a library that calls `sys.exit`: not a failure of the work."""
-    return isinstance(error, Cancelled) or not isinstance(error, Exception)
+        del outcome, session

@@ -7,7 +7,10 @@ never asks in which phase the run is, nor decides which comes next.
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, cast
 
 import torch
@@ -18,17 +21,17 @@ from interlock.backends.adapter import Adapter
 from interlock.specs import Spec
 
 from . import facts
-from .batches import convert
+from .batches import convert, tensors
 from .deadline import bounded
 from .driver import Position
 from .errors import TaskError
 from .loop import check_cancel, evaluate
 from .options import Options
-from .outcome import Residue
+from .outcome import UNKNOWN, Residue
 from .owners import with_owners
 from .program import StepProgram
 from .release import Release, ReleaseStack
-from .residency import Registry, claim, unclaim
+from .residency import Registry, claim, slots, unclaim
 from .task import Task
 
 Step = Callable[[Any], torch.Tensor]
@@ -242,7 +245,7 @@ class Work:
         ask, options = self._adapter.leftovers, self._options
         left = bounded(ask, options.deadline, "measuring the device") if self._adapter.copies else ask()
         if left is None:
-            self.residue = Residue(known=False)
+            self.residue = UNKNOWN
             return
         kept = self._bytes_of_model() if options.exit == "keep" else 0
         total = sum(leftover.nbytes for leftover in left)
@@ -252,8 +255,8 @@ class Work:
         self.residue = Residue(True, total - kept, found, "; ".join(design))
 
     def _bytes_of_model(self) -> int:
-        tensors = [*self.model.parameters(), *self.model.buffers()] if self.model else []
-        storages = [t.untyped_storage() for t in tensors if self._adapter.resident(t)]
+        values = [slot.value for slot in slots(self.model)] if self.model else []
+        storages = [t.untyped_storage() for t in tensors(values) if self._adapter.resident(t)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     # -- the step -------------------------------------------------------------------------------
@@ -344,6 +347,7 @@ class Work:
         def first(batch: Any) -> torch.Tensor:
             self.check("before the first step")
             model, _ = self.placed()
+            facts.check_mode(model)
             before = facts.fingerprints(model)
             loss: torch.Tensor = checked(batch)
             did, looked_at = facts.changed(before, model)
@@ -359,9 +363,12 @@ def _load_compiler() -> None:
     """Load torch's compiler now, which the first optimizer of a process would load otherwise.
 
     Something in that import keeps the frames it was called from, with their locals, until the garbage
-    collector runs: the first run's model would outlive the run.
+    collector runs: the first run's model would outlive the run. A thread has no callers.
     """
-    import torch._dynamo  # noqa: F401
+    if "torch._dynamo" not in sys.modules:
+        loader = threading.Thread(target=import_module, args=("torch._dynamo",), name="interlock import")
+        loader.start()
+        loader.join()
 
 
 def _nothing(*_: Any) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from .errors import IllegalTransition, UnknownName
+from .errors import IllegalTransition, InterlockError, UnknownName
 from .model import Kind, Spec, Status
 from .semantics import Config, Rule, start
 
@@ -148,7 +148,10 @@ class Slot:
             recent = [entry.event for entry in self.history[-5:] if entry.event]
             raise self.lifecycle.refusal(event, before.config, recent)
         self.lifecycle.machine.events[event].trigger(self)
-        return self.history[-1]
+        entry = self.history[-1]
+        if entry is before or entry.event != event:
+            raise InterlockError(f"the machine did not take '{event}' from '{before.phase}', which is legal")
+        return entry
 
     def next(self, wishes: frozenset[str]) -> str | None:
         """The event that the continuation table asks for here, or `None` where it has no say."""
@@ -230,12 +233,8 @@ def machine_for(spec: Spec, model: Any = None, **options: Any) -> Machine:
     Returns:
         The machine; without automatic transitions, refusing unknown events.
     """
-    import logging
-
     from transitions import Machine, State
 
-    # It logs two lines per transition at INFO, which costs as much as the transition itself.
-    logging.getLogger("transitions").setLevel(logging.WARNING)
     machine = Machine(
         model=model,
         states=[State(p.name, final=p.kind is Kind.TERMINAL) for p in spec.phases],

@@ -16,19 +16,22 @@ from interlock.backends.double import ReplacingDouble
 from interlock.evidence import graph
 from tools.lives import Ended, Life, Net, reference, state_of
 
+Promise = Callable[[Life, Ended, tuple[str, ...]], Iterator[str]]
 
-def aftermath(life: Life, ended: Ended, abandoned: tuple[str, ...] = ()) -> list[str]:
+
+def aftermath(
+    life: Life, ended: Ended, abandoned: tuple[str, ...] = (), *, but: tuple[Promise, ...] = ()
+) -> list[str]:
     """Every broken promise, one line each.
 
     Args:
         life: As it was to go.
         ended: As it went.
         abandoned: The resources that may, and must, have been given up.
+        but: Promises that do not apply.
     """
-    return [line for promise in PROMISES for line in promise(life, ended, abandoned)]
-
-
-Promise = Callable[[Life, Ended, tuple[str, ...]], Iterator[str]]
+    kept = (promise for promise in PROMISES if promise not in but)
+    return [line for promise in kept for line in promise(life, ended, abandoned)]
 
 
 def the_run_is_closed(life: Life, ended: Ended, abandoned: tuple[str, ...]) -> Iterator[str]:
@@ -225,7 +228,15 @@ def errors_are_what_they_were(life: Life, ended: Ended, abandoned: tuple[str, ..
             yield "the error's graph has grown without bound"
 
 
+def the_process_is_as_it_was(life: Life, ended: Ended, abandoned: tuple[str, ...]) -> Iterator[str]:
+    """Threads, children, files, signal handlers, torch's switches and the backend's context."""
+    yield from ended.process
+    if torch._C._len_torch_dispatch_stack():
+        yield "the backend's context was not left"
+
+
 PROMISES: tuple[Promise, ...] = (
+    the_process_is_as_it_was,
     the_run_is_closed,
     each_resource_ends_once,
     the_first_error_reaches_the_caller,
@@ -237,10 +248,3 @@ PROMISES: tuple[Promise, ...] = (
     the_history_is_legal,
     errors_are_what_they_were,
 )
-
-
-def again(life: Life, run: Callable[..., Ended]) -> list[str]:
-    """A second run in the process, on the same kind of backend, is as good as the first ever was."""
-    second = run(life)
-    lines = aftermath(life, second)
-    return [f"in a second run: {line}" for line in lines]

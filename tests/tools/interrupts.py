@@ -19,8 +19,30 @@ import interlock
 PACKAGE = str(Path(interlock.__file__).parent)
 PARTS = frozenset(
     (
-        *("adapter", "batches", "cpu", "deadline", "driver", "engine", "events", "evidence", "facts", "handles"),
-        *("loop", "machine", "outcome", "owners", "release", "residency", "run", "semantics", "session", "work"),
+        *(
+            "adapter",
+            "batches",
+            "cpu",
+            "deadline",
+            "driver",
+            "engine",
+            "events",
+            "evidence",
+            "facts",
+            "handles",
+        ),
+        *(
+            "loop",
+            "machine",
+            "outcome",
+            "owners",
+            "release",
+            "residency",
+            "run",
+            "semantics",
+            "session",
+            "work",
+        ),
     )
 )
 """The modules that make up a run. Others only describe, prove, or belong to the tests."""
@@ -61,7 +83,7 @@ class AtLine:
         return self._line if _is_part(frame.f_code.co_filename) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line" and not _is_with(frame.f_code.co_filename, frame.f_lineno):
+        if event == "line" and not _is_between(frame.f_code.co_filename, frame.f_lineno):
             line = (frame.f_code.co_filename, frame.f_lineno)
             self.passed[line] += 1
             if line == self.line and self.passed[line] == self.visit:
@@ -76,7 +98,10 @@ def _is_part(file: str) -> bool:
 
 
 @cache
-def _is_with(file: str, number: int) -> bool:
-    """Whether a `with` statement begins there. It is traced once more when its block ends, at a place where
-    the interpreter looks for no signal: the context would be left without being closed."""
-    return linecache.getline(file, number).lstrip().startswith("with ")
+def _is_between(file: str, number: int) -> bool:
+    """Whether the line is one at which the interpreter looks for no signal, and a context would be lost.
+
+    A `with` is traced once more when its block ends, before the context is left; and a `try` within a `with`
+    stands outside of what the `with` protects.
+    """
+    return linecache.getline(file, number).lstrip().startswith(("with ", "try:"))

@@ -28,6 +28,7 @@ from interlock.backends.double import ReplacingDouble
 from interlock.backends.faults import CALLS, Fault, faulty
 from interlock.errors import TaskError
 from interlock.specs import Slot
+from tools import process_state
 
 BACKENDS: dict[str, type[Adapter]] = {"cpu": CpuAdapter, "double": ReplacingDouble}
 IN, HIDDEN, OUT, ROWS = 3, 4, 4, 5
@@ -377,8 +378,11 @@ class Ended:
         points: Counts, errors raised, what was seen.
         model: The task's own module, where it gave one; or the outcome's.
         parameters: The objects that were the given model's parameters and buffers before.
+        stacked: What the release stack still has.
         session: A weak reference.
         built: A weak reference to the model that the run built.
+        events: What an observer was told.
+        process: In what the process is other than before.
     """
 
     error: BaseException | None
@@ -392,6 +396,7 @@ class Ended:
     session: weakref.ref[Any] | None = None
     built: weakref.ref[Any] | None = None
     events: list[Any] = field(default_factory=list)
+    process: list[str] = field(default_factory=list)
 
     @property
     def struck(self) -> list[BaseException]:
@@ -441,6 +446,7 @@ def live(life: Life, *strikes: Strike, deadline: float = 20.0, weigh: bool = Fal
         deadline: For the way out.
         weigh: Whether to note the weights after each update.
     """
+    before = process_state.snapshot()
     points = Points(strikes)
     adapter = adapter_of(life, points)
     built: list[weakref.ref[Any]] = []
@@ -473,6 +479,7 @@ def live(life: Life, *strikes: Strike, deadline: float = 20.0, weigh: bool = Fal
     ended.built = built[0] if built else None
     if ended.model is None and ended.outcome is not None:
         ended.model = ended.outcome.model
+    ended.process = process_state.settled(before)
     return ended
 
 
@@ -571,7 +578,9 @@ def state_of(model: nn.Module) -> dict[str, bytes]:
 @lru_cache(maxsize=512)
 def reference(life: Life) -> Reference:
     """The undisturbed life: finished, its model kept home whatever the life's exit policy."""
-    plain = replace(life, exit="offload", request=("", 0), drive="fit", observed=False)
+    # Driven by handles, a scheduler that moves once an epoch is left to whoever drives.
+    drive = "handles" if life.drive == "handles" else "fit"
+    plain = replace(life, exit="offload", request=("", 0), drive=drive, observed=False)
     ended = live(plain, weigh=True)
     if ended.error is not None or ended.model is None:
         raise AssertionError(f"the undisturbed life failed: {plain}") from ended.error
