@@ -137,7 +137,7 @@ def _resident(adapter: Any, model: nn.Module) -> int:
 
 def nothing_of_a_step_is_alive(life: Life, ended: Ended, abandoned: tuple[str, ...]) -> Iterator[str]:
     """Batches, outputs, losses, gradients: dead, although the caller keeps the error."""
-    alive = [ref() for ref in ended.points.seen if ref() is not None]
+    alive = [tensor for ref in ended.points.seen if (tensor := ref()) is not None]
     if alive:
         yield f"{len(alive)} tensors of the steps are alive, such as one of shape {list(alive[0].shape)}"
 

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -74,6 +74,7 @@ def _chain(near: Any, cause: bool) -> BaseException:
             raise RuntimeError("the second of two")  # noqa: B904 - the context is the point
     except RuntimeError as second:
         return second
+    raise AssertionError("nothing was raised")
 
 
 def _group(near: Any, kind: type[BaseExceptionGroup]) -> BaseException:
@@ -188,7 +189,7 @@ class Net(nn.Module):
         self.points.at("forward", "before", x)
         hidden = self.norm(torch.relu(self.first(x))) * self.scale
         self.points.at("forward", "half", hidden)
-        out = self.third(torch.tanh(self.second(hidden)))
+        out: torch.Tensor = self.third(torch.tanh(self.second(hidden)))
         if self.remembered is not None:
             self.remembered["outputs"] = [hidden, (out,)]
         if self.remembered is None or self.replaced:
@@ -428,7 +429,7 @@ def adapter_of(life: Life, points: Points) -> Any:
             strike.where.removeprefix("backend."),
             strike.moment,
             strike.nth,
-            lambda name=strike.error: points.error(name),
+            partial(points.error, strike.error),
             strike.times,
         )
         for strike in points.strikes

@@ -60,8 +60,8 @@ def _lines(judged: tuple[Judged, ...]) -> Iterator[str]:
     )
     yield from ("", "| kind | " + " | ".join(FATES) + " |", "|---|" + "---:|" * len(FATES))
     for kind in KINDS:
-        count = Counter(one.fate for one in judged if one.mutant.kind == kind)
-        yield f"| {kind} | " + " | ".join(str(count[fate]) for fate in FATES) + " |"
+        fates = Counter(one.fate for one in judged if one.mutant.kind == kind)
+        yield f"| {kind} | " + " | ".join(str(fates[fate]) for fate in FATES) + " |"
     yield from ("", "## What each property alone refutes", "")
     yield "| property | refutes | alone | for example, alone |"
     yield "|---|---:|---:|---|"

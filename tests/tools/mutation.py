@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any, cast
 
 from interlock.backends.monitors import MONITORS
 from interlock.specs import INFERENCE, TRAINING, Lifecycle, Report, Result, Spec, Status, check, compose
@@ -150,7 +151,7 @@ def rebuilt(chosen: Iterable[Judged]) -> list[Spec]:
         if any(name == spec.name for name, _, _ in wanted):
             for mutant in mutants(spec):
                 if (number := wanted.get((spec.name, mutant.kind, mutant.name))) is not None:
-                    found[number] = mutant.spec
+                    found[number] = buildable(mutant)
     return [found[number] for number in range(len(wanted))]
 
 
@@ -186,9 +187,15 @@ def names(report: Report, result: Result) -> tuple[str, ...]:
     return tuple(v.prop.name for v in report.verdicts if v.result is result)
 
 
+def buildable(mutant: Mutant) -> Spec:
+    """The spec of a mutant that was not refused at build."""
+    assert mutant.spec is not None, mutant.note
+    return mutant.spec
+
+
 def why(original: Graph, mutant: Mutant) -> str:
     """Why a survivor breaks no promise, or nothing if nobody knows."""
-    graph = Graph(own_lifecycle(mutant.spec))
+    graph = Graph(own_lifecycle(buildable(mutant)))
     runs = _runs(graph) == _runs(original)
     if (
         mutant.kind not in ("drop effect", "drop release", "undeclare effects")
@@ -218,7 +225,7 @@ def _runs(graph: Graph) -> set[tuple[object, ...]]:
 def _same_choices(one: Graph, other: Graph) -> bool:
     wishes = sorted({t.wish for t in one.spec.transitions if t.wish})
     runs = [frozenset(chosen) for n in range(len(wishes) + 1) for chosen in itertools.combinations(wishes, n)]
-    lives = [Lifecycle(graph.spec, None, graph.rules) for graph in (one, other)]
+    lives = [Lifecycle(graph.spec, cast("Any", None), graph.rules) for graph in (one, other)]
     configs = [c for c in one.configs if one.spec.table.get(c.phase) != other.spec.table.get(c.phase)]
     return all(lives[0].next(c, wished) == lives[1].next(c, wished) for c in configs for wished in runs)
 

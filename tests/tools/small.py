@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ BACKENDS = ("cpu", "double")
 WITH_KEEPING = (*BACKENDS, "keeping")
 """The third is the double, placing as CUDA does: with new memory under the same Parameters."""
 
+T = TypeVar("T")
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -43,6 +44,8 @@ def engine(backend: str, **settings: Any) -> il.Engine:
 class Net(nn.Module):
     """Two layers with a buffer; parameters `body.weight`, `body.bias`, `head.weight`, `head.bias`."""
 
+    seen: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(4, 8)
@@ -52,13 +55,14 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += len(x)
-        return self.head(torch.tanh(self.body(x)))
+        out: torch.Tensor = self.head(torch.tanh(self.body(x)))
+        return out
 
 
 NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
 
 
-def seeded(build: Callable[[], Any], seed: int = 0) -> Any:
+def seeded(build: Callable[[], T], seed: int = 0) -> T:
     """What `build` makes from a generator that starts at `seed`; the process's own is left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)

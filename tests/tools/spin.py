@@ -87,7 +87,9 @@ def decide(spec: Spec, folder: Path, text: str = "") -> Found:
     _run(folder, "gcc", *FLAGS, "-o", "pan", "pan.c")
     output = _verify(folder, "whole_space")
     steps = frozenset(_step(*match.groups()) for match in _STEP.finditer(output))
-    start, chosen = _START.search(output).groups()
+    begun = _START.search(output)
+    assert begun is not None, output
+    start, chosen = begun.groups()
     model = _Model(spec, steps, tuple(int(part) for part in start.split()), int(chosen))
     results = {
         p.name: _result(_BY_STEPS[p.pattern](model)) for p in spec.properties if p.pattern in _BY_STEPS

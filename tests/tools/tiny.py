@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from interlock.specs import (
-    Atom,
     Automaton,
     Effect,
     Kind,
@@ -63,15 +63,15 @@ GIVE = Transition("give", "c", "d", releases("device"))
 TAKE_GIVE = (TAKE, TAKEN, GIVE, *edges("d stop end"))
 
 
-def refuted(name: str, prop: Property, path: str, *transitions: Transition, **more: object) -> object:
+def refuted(name: str, prop: Property, path: str, *transitions: Transition, **more: Any) -> object:
     return pytest.param(tiny(*transitions, prop=prop, **more), Result.REFUTED, path, id=name)
 
 
-def passes(name: str, prop: Property, *transitions: Transition, **more: object) -> object:
+def passes(name: str, prop: Property, *transitions: Transition, **more: Any) -> object:
     return pytest.param(tiny(*transitions, prop=prop, **more), Result.PROVED, "", id=name)
 
 
-def of(pattern: Pattern, *args: Atom, **more: object) -> Property:
+def of(pattern: Pattern, *args: Any, **more: Any) -> Property:
     return Property("p", pattern, *args, **more)
 
 
