@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.nn.utils.rnn import PackedSequence
 
 Function: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Known: TypeAlias = dict[int, tuple[Any, Any]]
+"""id of a container that a walk has come by -> it (so that it lives, and keeps its id), and what it became.
+
+What is in progress became itself, so far: where a container contains itself it is passed through.
+"""
+Walk: TypeAlias = Callable[[Any, Function, Known], Any]
 
 
 def convert(data: Any, function: Function) -> Any:
@@ -36,7 +43,7 @@ def convert(data: Any, function: Function) -> Any:
     """
     if isinstance(data, torch.Tensor):
         return function(data)
-    return _walk(data, _Once(function), set())
+    return _walk(data, _Once(function), {})
 
 
 class _Once:
@@ -48,74 +55,108 @@ class _Once:
 
     def __init__(self, function: Function) -> None:
         self.function = function
-        self.done: dict[int, torch.Tensor] = {}
+        self.done: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         found = self.done.get(id(tensor))
         if found is None:
-            found = self.done[id(tensor)] = self.function(tensor)
-        return found
+            # With the tensor itself, or one that a mapping makes when asked could leave its id to the next.
+            found = self.done[id(tensor)] = (tensor, self.function(tensor))
+        return found[1]
 
 
 def replace_in(data: Any, function: Function) -> Any:
-    """As `convert`, but in place as far as lists and dictionaries go: whoever holds one sees the change.
+    """As `convert`, but in place where that can be: whoever holds a container sees the change.
 
     Args:
-        data: Any nesting.
-        function: Called for each tensor, more than once for one that stands in several places.
+        data: Any nesting. Here deques and sets are looked into as well. Lists, dictionaries, deques, sets
+            and dataclasses that are not frozen are changed in place, at any depth.
+        function: Called once for each tensor.
 
     Returns:
-        The data itself, or a copy where it is of another kind than list or dictionary.
+        The data itself, or a copy where it is of another kind and something in it changed.
     """
-    return _replace_in(data, function, set())
+    return _replace_in(data, _Once(function), {})
 
 
-def _replace_in(data: Any, function: Function, inside: set[int]) -> Any:
-    if not isinstance(data, (dict, list)):
-        return convert(data, function)
-    if id(data) in inside:
-        return data
-    inside.add(id(data))
-    for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
-        new = _replace_in(value, function, inside)
-        if new is not value:
-            data[key] = new
-    inside.remove(id(data))
-    return data
-
-
-def _walk(data: Any, function: Function, inside: set[int]) -> Any:
+def _replace_in(data: Any, function: Function, known: Known) -> Any:
     if isinstance(data, torch.Tensor):
         return function(data)
     if data is None or isinstance(data, (str, bytes, int, float)):
         return data
-    if id(data) in inside:
-        return data  # it contains itself: it is passed through there, as what is not understood is
-    inside.add(id(data))
-    try:
-        return _walk_container(data, function, inside)
-    finally:
-        inside.remove(id(data))
+    found = known.get(id(data))
+    if found is not None:
+        return found[1]
+    known[id(data)] = (data, data)
+    if isinstance(data, (dict, list, deque)):
+        for key, value in list(data.items() if isinstance(data, dict) else enumerate(data)):
+            new = _replace_in(value, function, known)
+            if new is not value:
+                data[key] = new
+        return data
+    if isinstance(data, (set, frozenset)):
+        made = _replace_in_set(data, function, known)
+    elif _is_dataclass(data) and not type(data).__dataclass_params__.frozen:
+        for name, value in _changed_fields(data, function, known, _replace_in).items():
+            object.__setattr__(data, name, value)
+        return data
+    else:
+        made = _walk_container(data, function, known, _replace_in)
+    known[id(data)] = (data, made)
+    return made
 
 
-def _walk_container(data: Any, function: Function, inside: set[int]) -> Any:
+def _replace_in_set(data: Any, function: Function, known: Known) -> Any:
+    before = list(data)
+    after = [_replace_in(item, function, known) for item in before]
+    if not _differ(after, before):
+        return data
+    if isinstance(data, frozenset):
+        return frozenset(after)
+    data.update(after)
+    data.difference_update([old for old, new in zip(before, after, strict=True) if old is not new])
+    return data
+
+
+def _walk(data: Any, function: Function, known: Known) -> Any:
+    if isinstance(data, torch.Tensor):
+        return function(data)
+    if data is None or isinstance(data, (str, bytes, int, float)):
+        return data
+    found = known.get(id(data))
+    if found is not None:
+        return found[1]
+    known[id(data)] = (data, data)
+    made = _walk_container(data, function, known, _walk)
+    if made is not data:
+        known[id(data)] = (data, made)
+    return made
+
+
+def _walk_container(data: Any, function: Function, known: Known, walk: Walk) -> Any:
     if isinstance(data, PackedSequence):
         return _walk_packed(data, function)
     if isinstance(data, Mapping):
         values = {}
+        before = {}  # asked for once: some mappings make what they are asked for
         for key, value in data.items():
-            values[key] = _walk(value, function, inside)
-        return _new_mapping(data, values) if _differ(values.values(), data.values()) else data
+            before[key] = value
+            values[key] = walk(value, function, known)
+        return _new_mapping(data, values) if _differ(values.values(), before.values()) else data
     if isinstance(data, (list, tuple)):
         items = []
         for item in data:
-            items.append(_walk(item, function, inside))  # noqa: PERF401 - a comprehension is a closure
+            items.append(walk(item, function, known))  # noqa: PERF401 - a comprehension is a closure
         if not _differ(items, data):
             return data
         return _new_list(data, items) if isinstance(data, list) else _new_tuple(data, items)
-    if dataclasses.is_dataclass(data) and not isinstance(data, (type, torch.nn.Module)):
-        return _walk_dataclass(data, function, inside)
+    if _is_dataclass(data):
+        return _walk_dataclass(data, function, known, walk)
     return data
+
+
+def _is_dataclass(data: Any) -> bool:
+    return dataclasses.is_dataclass(data) and not isinstance(data, (type, torch.nn.Module))
 
 
 def _differ(new: Iterable[Any], old: Iterable[Any]) -> bool:
@@ -185,23 +226,29 @@ def _walk_packed(data: PackedSequence, function: Function) -> PackedSequence:
     return PackedSequence(new, data.batch_sizes, *orders)
 
 
-def _walk_dataclass(data: Any, function: Function, inside: set[int]) -> Any:
+def _walk_dataclass(data: Any, function: Function, known: Known, walk: Walk) -> Any:
     # Fields are set on a shallow copy: `replace` would run __init__ and __post_init__ again, and
     # could not set fields with init=False.
-    changed = {}
-    for field in dataclasses.fields(data):
-        if not hasattr(data, field.name):
-            continue
-        value = getattr(data, field.name)
-        new = _walk(value, function, inside)
-        if new is not value:
-            changed[field.name] = new
+    changed = _changed_fields(data, function, known, walk)
     if not changed:
         return data
     clone = copy.copy(data)
     for name, value in changed.items():
         object.__setattr__(clone, name, value)
     return clone
+
+
+def _changed_fields(data: Any, function: Function, known: Known, walk: Walk) -> dict[str, Any]:
+    """Field of a dataclass -> its new value, where that is another one."""
+    changed = {}
+    for field in dataclasses.fields(data):
+        if not hasattr(data, field.name):
+            continue
+        value = getattr(data, field.name)
+        new = walk(value, function, known)
+        if new is not value:
+            changed[field.name] = new
+    return changed
 
 
 def _copied(data: Any) -> Any:
@@ -222,6 +269,25 @@ def tensors(data: Any) -> Iterator[torch.Tensor]:
 
     convert(data, note)
     yield from found
+
+
+def held(data: Any) -> list[torch.Tensor]:
+    """The tensors that `replace_in` would come by, each once: as `tensors`, and those in deques and sets.
+
+    Args:
+        data: Any nesting. Nothing in it is changed.
+
+    Returns:
+        Those that have a shape: not the uninitialised ones of lazy modules.
+    """
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    replace_in(data, note)
+    return [tensor for tensor in found if not isinstance(tensor, UninitializedTensorMixin)]
 
 
 def size(data: Any) -> int:

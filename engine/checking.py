@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
+from interlock.backends.registry import monitor
 from interlock.specs import SPECS, Report, Result, Spec, UnknownName, Verdict, check
 from interlock.specs.errors import JournalError
-from interlock.specs.journal import Journal, Replay, read_journal, replay
+from interlock.specs.journal import BEGINNING, Journal, Replay, read_journal, replay
 
 from .choices import (
     UsageError,
@@ -18,6 +20,7 @@ from .choices import (
     of_journal,
     readable,
     spec_named,
+    titled,
 )
 from .messages import say
 
@@ -31,6 +34,8 @@ def run_check(options: Namespace) -> int:
     if options.backend and options.all:
         raise UsageError("--backend and --all say different things: give one of them")
     reports = [check(spec) for spec in _to_check(options)]
+    if options.backend and not options.json:
+        _say_whose(options.backend)
     if options.json:
         say(json.dumps([_report_data(report) for report in reports], indent=1))
     elif len(reports) == 1:
@@ -38,6 +43,14 @@ def run_check(options: Namespace) -> int:
     else:
         _say_table(reports)
     return max(EXIT[report.result] for report in reports) if _none_refuted(reports) else 1
+
+
+def _say_whose(backend: str) -> None:
+    """Of a backend without a lifecycle of its own, whose it is on: the names below are those."""
+    whose = monitor(backend).name
+    if whose != backend:
+        say(f"backend      {titled(backend, whose)}")
+        say()
 
 
 def _none_refuted(reports: list[Report]) -> bool:
@@ -105,6 +118,8 @@ def _check_journal(options: Namespace) -> int:
     try:
         journal = read_journal(readable(options.journal))
     except JournalError as error:
+        if not _begins_as_journal(options.journal):
+            raise
         _say_finding(options, Result.REFUTED, str(error))
         return EXIT[Result.REFUTED]
     try:
@@ -121,10 +136,18 @@ def _check_journal(options: Namespace) -> int:
         say(json.dumps(_replay_data(journal, report, found), indent=1))
     else:
         say(f"journal      {journal.source}: run {journal.header['run']}, {journal.header['spec']}")
+        if options.backend is None and options.spec is None:
+            whose = monitor(journal.header["backend"]).name
+            say(f"backend      {titled(journal.header['backend'], whose)}")
         say(f"spec         {report.result}: {report.spec.name}, {len(report.verdicts)} properties")
         say(f"replay       {found}")
     results = (report.result, found.result)
     return EXIT[next((r for r in (Result.REFUTED, Result.UNDETERMINED) if r in results), Result.PROVED)]
+
+
+def _begins_as_journal(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(BEGINNING)) == BEGINNING
 
 
 def _say_finding(options: Namespace, result: Result, finding: str) -> None:
@@ -149,5 +172,7 @@ def _replay_data(journal: Journal, report: Report, found: Replay) -> dict[str, A
             "ending": found.ending,
             "held": list(found.held),
             "ended": [list(end) for end in found.ended],
+            "status": found.status,
+            "residue": found.residue,
         },
     }

@@ -30,6 +30,11 @@ def readable(path: Path) -> Path:
     return path
 
 
+def titled(backend: str, monitor: str) -> str:
+    """A backend in words: one that has no lifecycle of its own says whose it is on."""
+    return backend if backend == monitor else f"{backend} (on the lifecycle of {monitor})"
+
+
 def spec_named(name: str) -> Spec:
     """A lifecycle by its name, or one of the user's by FILE_OR_MODULE:NAME.
 

@@ -11,9 +11,10 @@ import sys
 import threading
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from interlock.specs.errors import InterlockError, JournalError, UnknownName
 
@@ -99,6 +100,28 @@ class _Parser(ArgumentParser):
 
     exits = True
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: dict[str, _Parser] = {}
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As its base, but for mistakes: they are told by the command, with the option that may be meant."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            this = self.commands.get(options.command, self)
+            this.error(f"unrecognized arguments: {' '.join(unknown)}{this.meant(unknown)}")
+        return options
+
+    def meant(self, words: Sequence[str]) -> str:
+        """The known options that come closest to unknown ones, as a question; or nothing."""
+        near = [
+            found
+            for word in words
+            if word.startswith("-")
+            for found in get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
+        ]
+        return f"; did you mean {', '.join(near)}?" if near else ""
+
     def error(self, message: str) -> NoReturn:
         if self.exits:
             super().error(message)
@@ -127,7 +150,7 @@ def parser(*, exits: bool = True) -> ArgumentParser:
     commands = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=kind)
 
     def command(name: str, summary: str, more: str) -> ArgumentParser:
-        return commands.add_parser(
+        top.commands[name] = commands.add_parser(
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
@@ -135,6 +158,7 @@ def parser(*, exits: bool = True) -> ArgumentParser:
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        return top.commands[name]
 
     _fit(command("fit", "train a task, and show that nothing was left behind", _FIT + _STATUS))
     _check(command("check", "prove lifecycles, or hold a run's journal against them", _CHECK + _STATUS))
@@ -153,7 +177,10 @@ def _fit(this: ArgumentParser) -> None:
     this.add_argument("--epochs", type=_count, metavar="N", help="how often (default: as the task says)")
     this.add_argument("--journal", type=Path, metavar="F", help="write the run's journal to F, as JSON lines")
     this.add_argument(
-        "--drawing", type=Path, metavar="F", help="draw the path taken to F, which ends in .svg, .dot or .mmd"
+        "--drawing",
+        type=Path,
+        metavar="F",
+        help="draw the path taken to F, which ends in .svg, .dot, .gv, .mmd or .mermaid",
     )
     this.add_argument(
         "--exit",
@@ -243,18 +270,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         top.print_help(sys.stderr)
         return 2
+    from .messages import OutputLost, to_output, warn
+
     try:
         status = _run(options)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read the output has enough. The interpreter would complain when it flushes at its end.
+        with to_output():
+            sys.stdout.flush()
+    except OutputLost as error:
+        # The interpreter would complain when it flushes at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not error.unread:
+            warn(f"error: {error}")
         return 1
     return status
 
 
 def _run(options: Namespace) -> int:
-    from .messages import describe, warn
+    from .messages import OutputLost, describe, warn
 
     module, _, function = _COMMANDS[options.command].partition(":")
     try:
@@ -268,7 +300,7 @@ def _run(options: Namespace) -> int:
             f"error: the task ended the program itself, with exit status {error.code!r}, before its run began"
         )
         return 1
-    except BrokenPipeError:
+    except OutputLost:
         raise
     except Exception as error:
         warn(describe(error))

@@ -18,6 +18,7 @@ from interlock.backends.monitors import MONITORS
 from interlock.backends.registry import adapter_class, monitor, names
 from interlock.specs import INFERENCE, SPECS, TRAINING, check, compose
 
+from .choices import titled
 from .messages import say
 
 PACKAGES = ("torch", "transitions", "rich", "graphviz-pure")
@@ -80,7 +81,7 @@ def _backend(name: str) -> dict[str, Any]:
     except Exception as error:  # a third party's, which needs its adapter
         return {**row, "doc": f"its monitor cannot be loaded: {error}"}
     reports = [check(compose(SPECS[spec], found)) for spec in (TRAINING.name, INFERENCE.name)]
-    row["doc"] = found.doc if name == found.name else f"the monitor of {found.name}; for tests"
+    row["doc"] = found.doc if name == found.name else f"for tests: {titled(name, found.name)}"
     row["proved"] = all(report.proved for report in reports)
     row["properties"] = sum(len(report.verdicts) for report in reports)
     row["milliseconds"] = round(1000 * sum(report.seconds for report in reports))

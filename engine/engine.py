@@ -23,7 +23,7 @@ from .program import StepProgram, step_program
 from .proof import proved
 from .run import Run
 from .session import Session, carry_out
-from .task import Data, Task
+from .task import Data, Task, refuse_unbatched, refuse_used_up
 
 if TYPE_CHECKING:
     pass
@@ -43,7 +43,8 @@ class Engine:
         nonfinite: `error` ends the run at a NaN or infinite loss, `ignore` does not.
         observers: Called with each event of each run, on threads of their own.
         progress: Show progress on the terminal.
-        journal: Write each run's journal to this file (JSON lines); it is started anew.
+        journal: Write each run's journal to this file (JSON lines); it is started anew, so it
+            serves one run at a time.
         debug: `keep_frames` leaves the local variables of a failed run's traceback in place.
 
     Raises:
@@ -91,7 +92,7 @@ class Engine:
 
         Args:
             task: What to train.
-            train: Batches; the task's own data if left out.
+            train: Batches, or `Data` with both; the task's own data if left out.
             validate: Batches to evaluate on after each epoch.
             epochs: How often to go through `train`; the task's own number if left out.
 
@@ -144,23 +145,30 @@ class Engine:
             raise TaskError(f"expected an interlock.Task, got {type(task).__name__}")
         if train is None:
             loaded = task.load()
-            return loaded if validate is None else loaded._replace(validate=validate)
+            train, validate = loaded.train, loaded.validate if validate is None else validate
+        elif isinstance(train, Data):
+            train, validate = train.train, train.validate if validate is None else validate
         for name, batches in (("train", train), ("validate", validate)):
             iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
             if batches is not None and not iterable:
                 raise TaskError(f"{name} must be batches to iterate over, got {type(batches).__name__}")
+            refuse_unbatched(name, batches)
         return Data(train, validate)
 
     def _session(self, task: Task, data: Data | None, epochs: int | None) -> Session:
         rounds: Any = task.epochs if epochs is None else epochs  # `epochs` comes from anywhere
         if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
             raise TaskError(f"epochs must be a whole number of at least 1, got {rounds!r}")
+        if data is not None:
+            refuse_used_up(data, rounds)
         adapter = self._class() if self._adapter is None else self._adapter
         every_step = task.scheduler is not None and task.scheduler_every == "step"
         program = self._program(every_step)
         bus = Bus()
         session = Session(task, data, rounds, adapter, self.life, program, self._options, bus)
         self._observe(session, rounds)
+        if task.metrics is not None and data is not None and data.validate is None:
+            session._notes.append("metrics were never computed: no validation data")
         return session
 
     def _program(self, schedule: bool) -> StepProgram:

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlock.specs.errors import IllegalTransition, InterlockError, SpecError, UnknownName
+from interlock.specs.errors import (
+    DrawingError,
+    IllegalTransition,
+    InterlockError,
+    JournalError,
+    MissingExtra,
+    SpecError,
+    UnknownName,
+)
+
+from .extraction import ExtractionError
+from .weaving import ProgramError
 
 
 class NotProved(InterlockError):
@@ -189,16 +200,20 @@ __all__ = [
     "Cancelled",
     "DataError",
     "DeadlinePassed",
+    "DrawingError",
     "DuplicateParameter",
     "EvaluationModeWarning",
+    "ExtractionError",
     "ForeignParameter",
     "FrozenParameterWarning",
     "HeldSetMismatch",
     "IllegalTransition",
     "InterlockError",
+    "JournalError",
     "LoadError",
     "LossError",
     "MisplacedState",
+    "MissingExtra",
     "MissingParameter",
     "MissingRelease",
     "NoGradient",
@@ -208,6 +223,7 @@ __all__ = [
     "NotProved",
     "ObserverWarning",
     "PlacementError",
+    "ProgramError",
     "ReplacedParameter",
     "RunInUse",
     "SpecError",

@@ -10,12 +10,14 @@ import queue
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from .errors import ObserverWarning
+from .errors import ObserverWarning, TaskError
+from .evidence import message_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,10 @@ class Subscription:
 
     Attributes:
         observer: Called with each event, on a thread of its own, in order.
-        capacity: Events that may wait; what comes while it is full is lost and counted.
+        capacity: Events that may wait; what comes while it is full is lost and counted. `Closed` is
+            never lost: the oldest that waits makes room for it.
+        past: What it is told first, however much that is.
+        bus: Where it is taken off when it is closed.
         lost: How many were lost so far.
         errors: How many times the observer raised.
     """
@@ -127,27 +132,39 @@ class Subscription:
     observer: Observer
     capacity: int = 1024
     past: Sequence[Event] = field(default=(), repr=False)
-    """What it is told first, however much that is."""
     bus: Bus | None = field(default=None, repr=False)
-    """Where it is taken off when it is closed."""
     lost: int = field(default=0, init=False)
     errors: int = field(default=0, init=False)
+    _name: str = field(init=False, repr=False)
     _queue: queue.Queue[Event | None] = field(init=False, repr=False)
     _thread: threading.Thread = field(init=False, repr=False)
     _ending: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        capacity: object = self.capacity  # it comes from anywhere
+        if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
+            raise TaskError(f"an observer's capacity must be a whole number of at least 1, got {capacity!r}")
         self._queue = queue.Queue(self.capacity)
-        name = getattr(self.observer, "__name__", type(self.observer).__name__)
-        self._thread = threading.Thread(target=self._run, name=f"interlock observer {name}", daemon=True)
+        self._name = _name_of(self.observer)
+        self._thread = threading.Thread(
+            target=self._run, name=f"interlock observer {self._name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, event: Event) -> None:
         """Hand an event over; never waits."""
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
-            self.lost += 1
+        while True:
+            try:
+                self._queue.put_nowait(event)
+                return
+            except queue.Full:
+                self.lost += 1
+                if not isinstance(event, Closed):
+                    return
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self.lost -= 1  # its thread was quicker
 
     def _run(self) -> None:
         past, self.past = self.past, ()
@@ -158,9 +175,12 @@ class Subscription:
             self._call(self.observer, event)
             if self._ending and self._queue.empty():
                 break
+        self._call(self._end)
+
+    def _end(self) -> None:
         on_end = getattr(self.observer, "on_end", None)
         if callable(on_end):
-            self._call(on_end, self.lost)
+            on_end(self.lost)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         try:
@@ -169,7 +189,7 @@ class Subscription:
             # Whatever it is, on this thread it is an observer's failure and nothing more.
             self.errors += 1
             if self.errors == 1:
-                _complain(f"an observer raised {type(error).__name__}: {error}; the run goes on")
+                _complain(f"an observer raised {type(error).__name__}: {message_of(error)}; the run goes on")
 
     def finish(self, seconds: float) -> bool:
         """Let the observer see what is queued, then end its thread.
@@ -207,11 +227,23 @@ class Subscription:
 
 
 def _complain(text: str) -> None:
-    # On an observer's thread a warning that is an error would kill the thread, unheard.
-    try:
+    # On an observer's thread a warning that is an error, or that cannot be written, would kill the
+    # thread, unheard.
+    with suppress(BaseException):
         warnings.warn(text, ObserverWarning, stacklevel=2)
-    except ObserverWarning:
-        return
+
+
+def _name_of(observer: Observer) -> str:
+    with suppress(Exception):
+        name = getattr(observer, "__name__", None)
+        if isinstance(name, str):
+            return name
+    return type(observer).__name__
+
+
+def _own(event: Event) -> Event:
+    """The event, sharing nothing that whoever gets it could change for others."""
+    return replace(event, metrics=dict(event.metrics)) if isinstance(event, Report) else event
 
 
 class Bus:
@@ -223,12 +255,18 @@ class Bus:
         self._subscriptions: list[Subscription] = []
         self._past: list[Event] = []
         self._over = False
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = threading.Lock()
 
     def subscribe(self, observer: Observer, capacity: int = 1024) -> Subscription:
-        """Add an observer; it gets all events so far, then those to come."""
+        """Add an observer; it gets all events so far, then those to come.
+
+        Raises:
+            TaskError: The capacity is not a whole number of at least 1.
+        """
         with self._lock:
-            subscription = Subscription(observer, capacity, tuple(self._past), self)
+            subscription = Subscription(observer, capacity, tuple(map(_own, self._past)), self)
+            self._threads.add(subscription._thread)
             if not self._over:
                 self._subscriptions.append(subscription)
                 return subscription
@@ -241,12 +279,17 @@ class Bus:
             if subscription in self._subscriptions:
                 self._subscriptions.remove(subscription)
 
+    def is_observing(self) -> bool:
+        """Whether this is called on the thread of one of the observers."""
+        with self._lock:
+            return threading.current_thread() in self._threads
+
     def publish(self, event: Event) -> None:
         """Give an event to every observer's queue; never waits."""
         with self._lock:
-            self._past.append(event)
+            self._past.append(_own(event))
             for subscription in self._subscriptions:
-                subscription.put(event)
+                subscription.put(_own(event))
 
     def finish(self, seconds: float) -> None:
         """End all observers' threads, together within `seconds`. After an interrupt, call it again."""
@@ -257,7 +300,7 @@ class Bus:
             subscription = self._subscriptions[0]
             ended = subscription.finish(end - time.monotonic())
             self._subscriptions.pop(0)
-            name = getattr(subscription.observer, "__name__", type(subscription.observer).__name__)
+            name = subscription._name
             if not ended:
                 self.failed.append(f"observer {name} is blocked; its thread was left behind")
             if subscription.errors:

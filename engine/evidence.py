@@ -4,6 +4,9 @@ An exception holds its traceback, the traceback its frames, and the frames every
 step that failed; whoever keeps the exception (a job record does) keeps the device full. So the
 traceback is rendered to text, and the frames below the engine are cleared, along the whole graph
 of causes, contexts and groups. The exception object itself stays what it was.
+
+An exception's class is the user's: what it overrides may raise, or say something else. So what is
+walked here is read past it, as the interpreter itself reads it.
 """
 
 from __future__ import annotations
@@ -43,19 +46,35 @@ class Failure:
         return f"{self.type}: {self.message} (in phase '{self.phase}', after step {self.step})"
 
 
-def record(error: BaseException, phase: str, step: int) -> Failure:
-    """Render an exception. Never raises, whatever the exception's own methods do."""
+Kinds: TypeAlias = type[BaseException]
+
+
+def record(error: BaseException, phase: str, step: int, hostile: Kinds = BaseException) -> Failure:
+    """Render an exception.
+
+    Args:
+        error: Any.
+        phase: In which it struck.
+        step: How many steps were complete.
+        hostile: What the exception's own methods may raise, and is noted in the text. By default it
+            is anything at all, an interrupt that lands here included.
+    """
     try:
         text = "".join(traceback.format_exception(error))
-    except Exception as second:
-        text = f"(the traceback could not be rendered: {type(second).__name__})"
-    try:
-        message = str(error)
-    except Exception as second:
-        message = f"(its message could not be rendered: {type(second).__name__})"
+    except hostile as second:
+        lines = "".join(traceback.format_tb(_TRACEBACK.__get__(error)))
+        text = f"{lines}(the rest could not be rendered: {type(second).__name__})"
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return Failure(name, message, text, phase, step)
+    return Failure(name, message_of(error, hostile), text, phase, step)
+
+
+def message_of(error: BaseException, hostile: Kinds = BaseException) -> str:
+    """An exception's message; `hostile` as for `record`."""
+    try:
+        return str(error)
+    except hostile as second:
+        return f"(its message could not be rendered: {type(second).__name__})"
 
 
 def unpin(error: BaseException, outside: BaseException | None, on_device: OnDevice) -> None:
@@ -76,7 +95,7 @@ def unpin(error: BaseException, outside: BaseException | None, on_device: OnDevi
         on_device: Whether a value stands on the device of the run.
     """
     for one in graph(error, outside):
-        for frame in _frames(one.__traceback__):
+        for frame in _frames(_TRACEBACK.__get__(one)):
             # Executing frames refuse.
             with suppress(RuntimeError):
                 frame.clear()
@@ -107,18 +126,33 @@ _HELD_HERE = 3
 
 def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
     """The frames of a traceback, and the callers of the outermost one."""
-    caller = trace.tb_frame if trace else None
+    caller = trace.tb_frame if trace is not None else None
     while caller is not None:
-        # A generator that caught the exception may only be suspended: clearing would end it.
-        if not caller.f_code.co_flags & _SUSPENDS:
+        if not _may_go_on(caller):
             yield caller
         caller = caller.f_back
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-        yield trace.tb_frame
+        if not _may_go_on(trace.tb_frame):
+            yield trace.tb_frame
+
+
+def _may_go_on(frame: FrameType) -> bool:
+    """Whether it belongs to a generator or coroutine that is not finished: clearing would end that.
+
+    Such a generator owns what is in its frame, and the frame itself refers to nothing; once it is
+    finished the frame owns it, its code included.
+    """
+    code = frame.f_code
+    return bool(code.co_flags & _SUSPENDS) and all(held is not code for held in gc.get_referents(frame))
 
 
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+_TRACEBACK = vars(BaseException)["__traceback__"]
+_CAUSE = vars(BaseException)["__cause__"]
+_CONTEXT = vars(BaseException)["__context__"]
+_MEMBERS = vars(BaseExceptionGroup)["exceptions"]
 
 
 def graph(error: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
@@ -131,9 +165,9 @@ def graph(error: BaseException, outside: BaseException | None = None) -> Iterato
             continue
         seen.add(id(one))
         yield one
-        todo += [one.__cause__, one.__context__]
-        if isinstance(one, BaseExceptionGroup):
-            todo += one.exceptions
+        todo += [_CAUSE.__get__(one), _CONTEXT.__get__(one)]
+        if issubclass(type(one), BaseExceptionGroup):
+            todo += _MEMBERS.__get__(one)
 
 
 class Errors:
@@ -148,6 +182,8 @@ class Errors:
         self._keep_frames = keep_frames
         self._on_device = on_device
         self._noted: list[tuple[BaseException, str, int]] = []
+        self._rendered: list[Failure] = []
+        self._interrupted = False
         self._outside: BaseException | None = None
 
     @property
@@ -165,7 +201,7 @@ class Errors:
             outside: As for `unpin`.
         """
         # Before anything else: an interrupt may land in any of the lines below.
-        self._outside = outside or self._outside
+        self._outside = self._outside if outside is None else outside
         if all(error is not noted for noted, _, _ in self._noted):
             self._noted.append((error, phase, step))
         # All of them: an interrupt that cut this short is an error itself, and leads back here.
@@ -178,26 +214,33 @@ class Errors:
                 unpin(noted, self._outside, self._on_device)
 
     def failures(self) -> tuple[Failure, ...]:
-        """All errors as text, in order; the later ones are noted on the first."""
-        found = tuple(record(*noted) for noted in self._noted)
-        for failure in found[1:]:
-            _attach(self._noted[0][0], failure)
-        return found
+        """All errors as text, in order, each rendered once; the later ones are noted on the first.
+
+        Raises:
+            BaseException: An interrupt. It may also be one that an error's own methods raise: so at
+                the second time, and from then on, it is taken for that, and noted in the text.
+        """
+        hostile: Kinds = BaseException if self._interrupted else Exception
+        try:
+            return self._as_text(hostile)
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _as_text(self, hostile: Kinds) -> tuple[Failure, ...]:
+        while len(self._rendered) < len(self._noted):
+            self._rendered.append(record(*self._noted[len(self._rendered)], hostile))
+        for later in self._rendered[1:]:
+            note = f"interlock: while cleaning up, also {later.type}: {later.message}"
+            add_note(self._noted[0][0], note, hostile)
+        return tuple(self._rendered)
 
 
-def _attach(first: BaseException, later: Failure) -> None:
-    add_note(first, f"interlock: while cleaning up, also {later.type}: {later.message}")
-
-
-def add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str, hostile: Kinds = Exception) -> None:
     """Add a note, once. Some errors refuse attributes, notes among them: these stay without."""
-    with suppress(Exception):
+    with suppress(hostile):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
-
-
-_CONTEXT = vars(BaseException)["__context__"]
-"""Sets it also where an error's class refuses attributes."""
 
 
 def raise_again(error: BaseException) -> NoReturn:
@@ -206,7 +249,7 @@ def raise_again(error: BaseException) -> NoReturn:
     A plain `raise` within somebody's `except` block would put what is handled there in its place.
     Nothing of this frame stays in the traceback's locals.
     """
-    context = error.__context__
+    context = _CONTEXT.__get__(error)
     try:
         raise error
     finally:

@@ -7,6 +7,7 @@ from argparse import Namespace
 from interlock.backends.registry import adapter_class
 from interlock.specs import Kind, Lifecycle
 
+from .choices import titled
 from .loading import task_from
 from .messages import say
 from .program import explain, step_program
@@ -20,13 +21,15 @@ WISHES = frozenset[str]()
 
 def run_explain(options: Namespace) -> int:
     """Show the task, the plan of its run on a backend with its proof, and the step program."""
-    monitor = adapter_class(options.backend).monitor
+    adapter = adapter_class(options.backend)
+    monitor = adapter.monitor
     with task_from(options.task) as task:
         every_step = task.scheduler is not None and task.scheduler_every == "step"
         program = step_program(monitor, schedule=every_step)
         life = proved(monitor)
         spec = life.spec
         say(f"task      {task.name}: {', '.join(_parts(task))}")
+        say(f"backend   {titled(adapter.name, monitor.name)}")
         say(f"lifecycle {spec.name} (hash {spec.hash}): {len(spec.properties)} properties proved")
         say()
         say("plan      what a run goes through in which nothing goes wrong:")

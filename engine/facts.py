@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -197,6 +197,13 @@ def as_optimizers(built: Any) -> tuple[Optimizer, ...]:
             f"the task's optimizer function returned {_kinds(built)}; the step drives one optimizer: put "
             "their parameters into groups of one"
         )
+    lacking = [name for name in ("param_groups", "state") if not hasattr(found[0], name)]
+    if lacking:
+        kind = type(found[0]).__name__
+        raise TaskError(
+            f"the task's optimizer function returned a {kind} without {' and '.join(lacking)}: its __init__ "
+            "must call `super().__init__(params, defaults)`"
+        )
     needed = required(found[0].step)
     if needed:
         raise TaskError(
@@ -281,6 +288,28 @@ def _misplaced(value: Any, parameter: torch.Tensor) -> bool:
     return value.device != parameter.device
 
 
+def check_resident(model: nn.Module, went: Collection[str], resident: Callable[[torch.Tensor], bool]) -> None:
+    """Each trainable parameter still stands on the device that it was placed on.
+
+    Args:
+        model: As placed.
+        went: Names of the parameters that placement brought there.
+        resident: Whether a tensor stands there.
+
+    Raises:
+        MisplacedState: Naming the parameters.
+    """
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.numel())
+    away = [name for name, p in trained if name in went and not resident(p)]
+    if away:
+        raise MisplacedState(
+            f"{some(away)} of the model was placed on the device, and stands elsewhere now: its `.data` was "
+            "replaced by a tensor of the host. Change values in place (`with torch.no_grad(): "
+            "parameter.copy_(...)`), or make the new tensor with `device=parameter.device`",
+            away,
+        )
+
+
 def check_ties(model: nn.Module, ties: Sequence[frozenset[str]]) -> None:
     """What was one tensor before placement is still one.
 
@@ -301,10 +330,10 @@ def check_ties(model: nn.Module, ties: Sequence[frozenset[str]]) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """The first loss is a scalar tensor with a graph, and finite.
+    """A loss is a scalar tensor with a graph.
 
     Raises:
-        LossError, NonFiniteLoss: Saying what it is instead.
+        LossError: Saying what it is instead.
     """
     if not isinstance(loss, torch.Tensor):
         hint = "is a `return` missing?" if loss is None else "return the tensor itself, not `.item()` of it"
@@ -313,6 +342,12 @@ def check_loss(loss: Any) -> None:
         raise LossError(
             f"the loss must be a scalar, and has shape {list(loss.shape)}: reduce it, by `.mean()` for "
             "instance"
+        )
+    if not loss.requires_grad and not torch.is_grad_enabled():
+        by = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise LossError(
+            "the loss has no graph, so nothing would train: gradients are switched off here, by "
+            f"torch.{by}() around the call of `fit` or by the loss function itself. Train outside of it"
         )
     if not loss.requires_grad:
         raise LossError(

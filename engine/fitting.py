@@ -14,7 +14,7 @@ from interlock.specs import Spec
 from interlock.specs.journal import Replay, read_journal, replay
 
 from .choices import UsageError
-from .graphing import drawn, format_of, write
+from .graphing import SUFFIXES, drawn, format_of, write
 from .journal import refuse_unwritable
 from .loading import task_from
 from .messages import describe, say, warn
@@ -73,9 +73,10 @@ def _refuse_bad_targets(options: Namespace) -> None:
     drawing: Path | None = options.drawing
     if drawing is None:
         return
-    kind = format_of(drawing)
+    kind = SUFFIXES.get(drawing.suffix.lower())
     if kind not in ("mermaid", "dot", "svg"):
-        raise UsageError(f"'{drawing}': a run's path can be drawn as .svg, .dot or .mmd")
+        known = ".svg, .dot, .gv, .mmd or .mermaid"
+        raise UsageError(f"'{drawing}': the path that a run takes is drawn to a file ending in {known}")
     if drawing.is_dir() or not drawing.parent.is_dir() or not os.access(drawing.parent, os.W_OK):
         raise UsageError(
             f"'{drawing}' cannot be written: it is a folder, or its folder is missing or protected"

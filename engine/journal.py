@@ -11,6 +11,7 @@ import os
 import platform
 import stat
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from interlock.specs import Slot
 
     from .session import Session
-
-_BEGINNING = b'{"interlock":'
 
 
 class JournalWriter:
@@ -67,6 +66,7 @@ class JournalWriter:
                 "torch": str(getattr(torch, "__version__", "")),
             },
         )
+        self._owner = os.getpid()
         self._file: int | None = _started(self.path, header.encode())
 
     def __call__(self, event: Event) -> None:
@@ -84,8 +84,9 @@ class JournalWriter:
                 )
             case Note(text):
                 self._write(lines.record("note", text=text))
-            case Closed():
+            case Closed() if self._slot is not None:
                 self._catch_up()
+                self._slot = None  # nothing comes after the outcome, not even another one
                 self._write(
                     lines.record(
                         "outcome",
@@ -138,6 +139,9 @@ class JournalWriter:
     def _close(self) -> None:
         file, self._file, self._slot = self._file, None, None
         if file is not None:
+            if os.getpid() == self._owner:
+                # Closing alone would not do it: a forked child, such as a loader's worker, has the file too.
+                _unlock(file)
             os.close(file)
 
     def __del__(self) -> None:
@@ -179,8 +183,8 @@ def refuse_unwritable(path: str | Path) -> None:
 def _refuse_another_kind(path: Path) -> None:
     """A slip of the tongue, such as `--journal train.py`, must not cost a file."""
     with path.open("rb") as file:
-        beginning = file.read(len(_BEGINNING))
-    if not _BEGINNING.startswith(beginning):
+        beginning = file.read(len(lines.BEGINNING))
+    if not lines.BEGINNING.startswith(beginning):
         raise JournalError(str(path), 0, "the file is there, and is no journal: it is not overwritten")
 
 
@@ -220,6 +224,13 @@ def _lock(file: int, path: Path) -> None:
         ) from None
     except OSError:
         return  # a file system without locks
+
+
+def _unlock(file: int) -> None:
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _write_all(file: int, data: bytes) -> None:

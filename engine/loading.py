@@ -11,6 +11,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from .errors import LoadError
 from .task import Task
 
 FORMS = "give FILE.py:NAME or package.module:NAME"
+_SHOWN = 10
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
@@ -141,9 +143,17 @@ def _attribute(module: ModuleType, place: str, name: str, kind: type[Any]) -> An
         except AttributeError:
             there = _names(module, kind)
             word = kind.__name__
-            hint = f"its {word}s are {', '.join(there)}" if there else f"it has no {word} at all"
+            hint = f"its {word}s are {_nearest(name, there)}" if there else f"it has no {word} at all"
             raise LoadError(f"'{place}' has no '{name}': {hint}") from None
     return found
+
+
+def _nearest(name: str, there: list[str]) -> str:
+    """The names in words, those first that come close to the one asked for, and not too many of them."""
+    near = get_close_matches(name, there)
+    names = [*near, *(other for other in there if other not in near)]
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _names(module: ModuleType, kind: type[Any]) -> list[str]:

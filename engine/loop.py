@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import facts
 from .batches import describe, size
 from .driver import Position
-from .errors import Cancelled, DataError, NonFiniteLoss, PlacementError, TaskError
+from .errors import Cancelled, DataError, LossError, NonFiniteLoss, PlacementError, TaskError
 from .evidence import add_note
+from .owners import locals_of
+from .task import USED_UP
 
 Step = Callable[[Any], torch.Tensor]
 
@@ -53,6 +57,7 @@ def train_epoch(
     Raises:
         DataError: There was no batch.
         Cancelled: On request, between two steps.
+        LossError: The loss cannot be trained on any more.
         Exception: Whatever the step raised, with a note that describes the batch.
     """
     losses: list[torch.Tensor] = []
@@ -68,7 +73,10 @@ def train_epoch(
                 losses.append(first_step(batch))
                 first_step = None
         except Exception as error:
-            note_batch(error, f"in step {count + 1}", batch)
+            of_loss = _of_loss(error, count + 1)
+            note_batch(of_loss or error, f"in step {count + 1}", batch)
+            if of_loss is not None:
+                raise of_loss from error
             raise
         del batch
         position.step = count = count + 1
@@ -88,6 +96,27 @@ def train_epoch(
     if losses:
         report(losses)
     return True
+
+
+def _of_loss(error: Exception, step: int) -> LossError | None:
+    """What to say instead of torch's own error where a step failed because of what its loss was.
+
+    The plain step checks no loss, which would cost each step something. So it is looked for here, in the
+    frame of the step, as the error's traceback has it.
+    """
+    trace = error.__traceback__
+    try:
+        while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<interlock"):
+            trace = trace.tb_next
+        found = dict(locals_of(trace.tb_frame)) if trace is not None else {}
+        if "loss" in found and not isinstance(error, LossError):
+            facts.check_loss(found["loss"])
+        return None
+    except LossError as told:
+        return LossError(f"in step {step}: {told}")
+    finally:
+        found = {}
+        del trace
 
 
 def note_batch(error: Exception, where: str, batch: Any) -> None:
@@ -111,10 +140,7 @@ def _no_batch(kind: str, batches: Any, epoch: int) -> DataError:
     """The error for data that gave no batch, saying why as far as that can be seen."""
     told = f"the {kind} data, a {type(batches).__name__}, gave no batch in epoch {epoch + 1}"
     if isinstance(batches, Iterator):
-        return DataError(
-            f"{told}: it is an iterator, which can be gone through once, and is used up. Pass something that "
-            "starts anew for each epoch: a list, a DataLoader, or an object whose __iter__ is a generator"
-        )
+        return DataError(f"{told}: {USED_UP}")
     return DataError(f"{told}: it is empty. Look at the data set's length, `drop_last` and the sampler")
 
 
@@ -128,7 +154,14 @@ def mean_loss(losses: list[torch.Tensor], first_step: int, check: bool = True) -
 
     Raises:
         NonFiniteLoss: Naming the first step whose loss is NaN or infinite.
+        LossError: Naming the first step whose loss is no scalar.
     """
+    for offset, loss in enumerate(losses):
+        if loss.ndim:
+            raise LossError(
+                f"the loss of step {first_step + offset} is no scalar, as those before were: it has shape "
+                f"{list(loss.shape)}; reduce it, by `.mean()` for instance"
+            )
     values: list[float] = torch.stack(losses).tolist()
     for offset, value in enumerate(values):
         if check and not math.isfinite(value):
@@ -189,19 +222,33 @@ def evaluate(
                     raise
                 del batch, here
     finally:
-        # `no_grad` does this too, unless an interrupt lands in it.
-        torch.set_grad_enabled(gradients)
-        for module, training in flags:
-            module.training = training
+        try:
+            _put_back(flags, gradients)
+        except BaseException:
+            # An interrupt: what it cut short is done again.
+            _put_back(flags, gradients)
+            raise
     if not number:
         raise _no_batch("validation", batches, position.epoch)
     return means.result()
+
+
+def _put_back(flags: Iterable[tuple[nn.Module, bool]], gradients: bool) -> None:
+    # `no_grad` sees to gradients too, unless an interrupt lands in it.
+    torch.set_grad_enabled(gradients)
+    for module, training in flags:
+        module.training = training
 
 
 def _named(values: Any) -> Iterable[tuple[str, Any]]:
     if not isinstance(values, Mapping):
         raise TaskError(
             f"metrics must return a dictionary of named scalars, and returned {type(values).__name__}"
+        )
+    if "loss" in values:
+        raise TaskError(
+            "metrics must not return 'loss': under this name the task's own loss is averaged over the "
+            "validation data. Give the metric another name"
         )
     return values.items()
 
@@ -232,7 +279,9 @@ class Means:
         """
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.detach().reshape(())
-        elif not isinstance(value, (int, float)):
+        elif isinstance(value, Real):
+            value = float(value)  # also a scalar of numpy
+        else:
             what = (
                 f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
             )

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from interlock.specs.errors import InterlockError
@@ -20,9 +21,35 @@ _STANDARD = sysconfig.get_path("stdlib")
 _INSTALLED = "/site-packages/"
 
 
+class OutputLost(InterlockError):
+    """The standard output takes no more.
+
+    Attributes:
+        unread: Whether it is a pipe whose reader has enough, which is nothing to complain of.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        self.unread = isinstance(error, BrokenPipeError)
+        super().__init__(f"the output cannot be written: {error.strerror}")
+
+
+@contextmanager
+def to_output() -> Iterator[None]:
+    """Where the standard output is written: its errors are told apart from those of the task.
+
+    Raises:
+        OutputLost: It takes no more.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OutputLost(error) from error
+
+
 def say(text: str = "") -> None:
     """Write a line to the standard output."""
-    sys.stdout.write(f"{text}\n")
+    with to_output():
+        sys.stdout.write(f"{text}\n")
 
 
 def warn(text: str) -> None:
@@ -74,7 +101,9 @@ def _of_user(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     What comes before it is Interlock, or the standard library called by it.
     """
     for begin, frame in enumerate(stack):
-        if not frame.filename.startswith((*_OWN, _STANDARD)) or _INSTALLED in frame.filename:
+        # Interlock itself may lie in site-packages, and those in the standard library's folder.
+        foreign = not frame.filename.startswith(_STANDARD) or _INSTALLED in frame.filename
+        if foreign and not frame.filename.startswith(_OWN):
             return [frame for frame in stack[begin:] if not frame.filename.startswith(_OWN)]
     return []
 

@@ -11,6 +11,7 @@ import math
 import sys
 import time
 import types
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -52,8 +53,10 @@ def describe_owner(thing: object, until: float = math.inf) -> str:
         until: When to give up, by `time.monotonic()`.
 
     Returns:
-        Such as `module train.history[3]` or `local 'loss' of evaluate (train.py:12)`.
+        Such as `module train.history[3]` or `local 'loss' of evaluate (train.py:12)`; if nothing with a
+        name was found, the longest path that leads there: `.seen of a Net[0]`.
     """
+    longest = ""
     seen = {id(thing), id(sys._getframe())}
     level: dict[int, tuple[object, str]] = {id(thing): (thing, "")}
     for _ in range(DEPTH):
@@ -80,7 +83,8 @@ def describe_owner(thing: object, until: float = math.inf) -> str:
                 if step is not None and len(above) < BREADTH:
                     above[id(owner)] = (owner, step + path)
         level = above
-    return "an owner that was not found"
+        longest = next((path for _, path in level.values() if " in a frame" not in path), longest)
+    return longest.strip() or "an owner that was not found"
 
 
 def _of_running(level: dict[int, tuple[object, str]]) -> str:
@@ -92,7 +96,7 @@ def _of_running(level: dict[int, tuple[object, str]]) -> str:
             frame = tops.pop()
             while frame is not None:
                 if frame.f_globals.get("__name__", "").partition(".")[0] != "interlock":
-                    for name, value in _locals_of(frame):
+                    for name, value in locals_of(frame):
                         if id(value) in level:
                             return _local(name, frame) + level[id(value)][1]
                 frame = frame.f_back
@@ -102,7 +106,12 @@ def _of_running(level: dict[int, tuple[object, str]]) -> str:
         del frame, tops
 
 
-def _locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
+def locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
+    """The local variables of a frame, by name; the frame keeps no copy of them because of this.
+
+    Args:
+        frame: Running, or of a traceback.
+    """
     names: Any = frame.f_locals
     found = list(names.items())
     if isinstance(names, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
@@ -118,7 +127,7 @@ def _local(name: str, frame: types.FrameType) -> str:
 def _root(owner: object, target: object) -> str:
     """The name of an owner that ends the search; empty for one that does not."""
     if isinstance(owner, types.FrameType):
-        names = [name for name, value in _locals_of(owner) if value is target]
+        names = [name for name, value in locals_of(owner) if value is target]
         own = owner.f_globals.get("__name__", "").partition(".")[0] == "interlock"
         return _local(names[0], owner) if names and not own else ""
     if isinstance(owner, dict):
@@ -139,7 +148,7 @@ def _step(owner: object, target: object) -> str | None:
     """How an owner refers to the target; `None` for what is no path to follow."""
     if isinstance(owner, dict):
         return next((f"[{key!r}]" for key, value in owner.items() if value is target), None)
-    if isinstance(owner, (list, tuple)):
+    if isinstance(owner, (list, tuple, deque)):
         return next((f"[{i}]" for i, value in enumerate(owner) if value is target), None)
     if isinstance(owner, types.CellType):
         return " (closure)"

@@ -12,6 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from .events import Closed, Event, PhaseChanged, Report
@@ -28,14 +30,20 @@ WINDOW = 5.0
 """The rate is that of the last so many seconds."""
 EVERY = 10.0
 """Without a terminal: seconds between two lines in mid-epoch."""
+BACK, GOING, DONE = "bright_black", "cyan", "green"
+"""The bar. Rich's own colours are shades that a terminal of 16 colours does not have."""
+
+
+_SIGNAL = "interlock.signals.Terminated: "
+"""What comes before the name of a signal that ended the run."""
 
 
 class Progress:
     """An observer that shows a run.
 
     On a terminal: a bar with epoch, step, steps per second, the last numbers, the phase while it is
-    another one than training, and the time. Elsewhere (files, logs, notebooks): a line for each
-    epoch, and one every ten seconds in between. All of it goes to the standard error stream.
+    another one than training, and the time. Elsewhere (files, logs, notebooks): a line at the start
+    and for each epoch, and one every ten seconds in between. All of it goes to the standard error stream.
 
     Args:
         session: The run.
@@ -62,14 +70,20 @@ class Progress:
             # A program that ends in mid-run must not leave a terminal without a cursor.
             atexit.register(self.stop)
             self._live.start(refresh=True)
-            self._drawer = threading.Thread(target=self._draw, name="interlock progress", daemon=True)
-            self._drawer.start()
+        else:
+            steps = f" of {_many(self.per_epoch, 'step')}" if self.per_epoch else ""
+            self._line(f"{_many(epochs, 'epoch')}{steps}")
+        draw = self._remind if self._in_lines else self._draw
+        self._drawer = threading.Thread(target=draw, name="interlock progress", daemon=True)
+        self._drawer.start()
 
     def __call__(self, event: Event) -> None:
         """Take note of an event, and write a line if one is due and this is no terminal."""
         match event:
-            case PhaseChanged(phase=phase):
+            case PhaseChanged(event=name, phase=phase, at=at):
                 self.phase = phase
+                if name == "train":  # the rate is that of the steps, not of what came before them
+                    self._samples = deque([(self.begun + at, 0)])
             case Report():
                 self.metrics.update(event.metrics)
                 if self._in_lines:
@@ -78,7 +92,7 @@ class Progress:
                 self.status = status
                 self.stop()
                 if self._in_lines:
-                    self._line(str(event))
+                    self._line(_end(event))
 
     def on_end(self, lost: int) -> None:
         """Leave the terminal as it was, also where the last event was lost."""
@@ -88,19 +102,24 @@ class Progress:
         """Draw a last time and give the terminal back. Idempotent."""
         live, self._live = self._live, None  # which holds this object: a cycle otherwise
         drawer, self._drawer = self._drawer, None
-        if live is None:
-            return
-        atexit.unregister(self.stop)
         self._over.set()
         if drawer is not None:
             drawer.join()
-        live.stop()
+        if live is not None:
+            atexit.unregister(self.stop)
+            live.stop()
 
     def _draw(self) -> None:
         # Not rich's own thread, which nobody waits for.
         live = self._live
         while live is not None and not self._over.wait(1 / FRAMES):
             live.refresh()
+
+    def _remind(self) -> None:
+        """A line where no report came for so long that nobody knows whether the run goes on."""
+        while not self._over.wait(max(EVERY / 10, 0.05)):
+            if time.monotonic() - self._told >= EVERY:
+                self._say(self.position.epoch, self.position.step)
 
     def rate(self) -> float:
         """Steps per second, lately."""
@@ -123,7 +142,16 @@ class Progress:
         step = self.position.step
         total = self.per_epoch * self.epochs if self.per_epoch else None
         going = not self.status
-        bar = ProgressBar(total=total, completed=step, width=12, pulse=going and total is None)
+        bar = ProgressBar(
+            total=total,
+            completed=step,
+            width=12,
+            pulse=going and total is None,
+            style=BACK,
+            complete_style=GOING,
+            finished_style=DONE,
+            pulse_style=GOING,
+        )
         row = Table.grid(padding=(0, 1))
         row.add_column(no_wrap=True, min_width=12)
         row.add_column(no_wrap=True, overflow="ellipsis")
@@ -151,15 +179,20 @@ class Progress:
         else:
             end_of_epoch = self.per_epoch is not None and report.step % self.per_epoch == 0
         if end_of_epoch or now - self._told >= EVERY:
-            self._told = now
-            of = f"/{self.per_epoch * self.epochs}" if self.per_epoch else ""
-            epoch = f"epoch {report.epoch + 1}/{self.epochs}"
-            numbers = ", ".join(_numbers(self.metrics))
-            self._line(f"{epoch}, step {report.step}{of}, {_short(self.rate())} steps/s: {numbers}")
+            self._say(report.epoch, report.step)
+
+    def _say(self, epoch: int, step: int) -> None:
+        self._told = time.monotonic()
+        of = f"/{self.per_epoch * self.epochs}" if self.per_epoch else ""
+        how = f"{_short(self.rate())} steps/s" if self.phase == "training" else self.phase
+        numbers = ", ".join(_numbers(dict(self.metrics)))
+        text = f"epoch {epoch + 1}/{self.epochs}, step {step}{of}, {how}"
+        self._line(f"{text}: {numbers}" if numbers else text)
 
     def _line(self, text: str) -> None:
-        self._stream.write(f"interlock: {text}\n")
-        self._stream.flush()
+        with suppress(OSError, ValueError):  # a pipe that nobody reads ends no run
+            self._stream.write(f"interlock: {text}\n")
+            self._stream.flush()
 
 
 def _live(render: Any) -> Live | None:
@@ -207,6 +240,16 @@ def _length(session: Session) -> int | None:
 
 def _numbers(metrics: Mapping[str, float]) -> list[str]:
     return [f"{name} {value:.3g}" for name, value in metrics.items()]
+
+
+def _end(event: Closed) -> str:
+    """The last line: of an error no more than its type and the first line of its message."""
+    first = event.error.partition("\n")[0].removesuffix(": ").removeprefix(_SIGNAL)
+    return str(replace(event, error=first))
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _short(rate: float) -> str:

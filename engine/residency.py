@@ -15,17 +15,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from interlock.backends.adapter import Adapter
 
-from .batches import Function, replace_in, tensors
+from .batches import Function, held, replace_in
 from .errors import RunInUse
 
 
@@ -57,41 +58,58 @@ class Slot:
 
 _BASE = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
-_PLAIN = (int, float, str, bytes, type(None))
+_PLAIN = (bool, int, float, str, bytes, type(None))
 """What most other attributes are, and no tensor is in."""
 
 
 def slots(model: nn.Module) -> Iterator[Slot]:
     """Every slot of a model: parameters, buffers, and plain attributes that contain tensors.
 
-    Tied tensors appear once for each slot in which they stand.
+    Tied tensors appear once for each slot in which they stand. An attribute that cannot be looked into (a
+    dead weak proxy, a nesting too deep to walk) counts as one without tensors.
     """
     yield from registered(model)
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for attribute, value in list(vars(module).items()):
-            if attribute in _BASE or isinstance(value, _PLAIN):
-                continue
-            if any(True for _ in tensors(value)):
+            if attribute not in _BASE and _held(value):
                 yield Slot(module, attribute, "__dict__", dot + attribute)
 
 
+def _held(value: object) -> list[torch.Tensor]:
+    """The tensors of an attribute; none if it cannot be looked into."""
+    if type(value) in _PLAIN:
+        return []
+    try:
+        return held(value)
+    except Exception:
+        return []
+
+
 def registered(model: nn.Module) -> Iterator[Slot]:
-    """The slots of a model's parameters and buffers."""
+    """The slots of a model's parameters and buffers, but for those that lazy modules have yet to make."""
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         for table in ("_parameters", "_buffers"):
             for attribute, value in list(getattr(module, table).items()):
-                if value is not None:
+                if value is not None and not isinstance(value, UninitializedTensorMixin):
                     yield Slot(module, attribute, table, dot + attribute)
 
 
+def lazy(model: nn.Module) -> list[str]:
+    """Names of the parameters and buffers that have no shape yet, in lazy modules (`nn.LazyLinear`)."""
+    everything = [*model.named_parameters(), *model.named_buffers()]
+    return [name for name, tensor in everything if isinstance(tensor, UninitializedTensorMixin)]
+
+
 _claims: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
+_claimed: dict[int, tuple[torch.Tensor, object]] = {}
+"""id of a parameter or buffer -> it (so that it lives, and keeps its id), and its run."""
 _claiming = threading.RLock()
 
 
 def claim(model: nn.Module, run: object) -> None:
-    """Take a model, with all its submodules, for one run.
+    """Take a model, with all its submodules, parameters and buffers, for one run.
 
     Args:
         model: On the host.
@@ -102,8 +120,12 @@ def claim(model: nn.Module, run: object) -> None:
     """
     with _claiming:
         taken = [name for name, module in model.named_modules() if _claims.get(module, run) is not run]
-        if taken:
-            part = f"its module '{taken[0]}'" if taken[0] else "it"
+        part = f"its module '{taken[0]}'" if taken and taken[0] else "it"
+        here = list(registered(model))
+        shared = [slot.name for slot in here if _claimed.get(id(slot.value), (None, run))[1] is not run]
+        if shared and not taken:
+            part = f"its '{shared[0]}', which another model has too,"
+        if taken or shared:
             raise RunInUse(
                 f"the model cannot be placed: {part} is in another run, which has not closed, and both "
                 "would move and change the same parameters. Wait for the other run, or let each build a "
@@ -111,6 +133,7 @@ def claim(model: nn.Module, run: object) -> None:
             )
         for module in model.modules():
             _claims[module] = run
+        _claimed.update({id(slot.value): (slot.value, run) for slot in here})
 
 
 def unclaim(run: object) -> None:
@@ -118,11 +141,13 @@ def unclaim(run: object) -> None:
     with _claiming:
         for module in [module for module, owner in _claims.items() if owner is run]:
             del _claims[module]
+        for key in [key for key, (_, owner) in _claimed.items() if owner is run]:
+            del _claimed[key]
 
 
 def standing_on(adapter: Adapter) -> Callable[[object], bool]:
     """Whether there is a tensor in a value that stands on the device of an adapter."""
-    return lambda value: any(adapter.resident(tensor) for tensor in tensors(value))
+    return lambda value: any(adapter.resident(tensor) for tensor in held(value))
 
 
 class Registry:
@@ -131,6 +156,7 @@ class Registry:
     Attributes:
         optimizers: As soon as there are any.
         ties: Groups of names that were one tensor before placement.
+        went: Names of the parameters that placement has brought to the device.
         identity_lost: Names at which another object stands after homecoming than before the run.
 
     Args:
@@ -148,6 +174,7 @@ class Registry:
         self._placed: list[torch.Tensor] = []
         self._recognised = False
         self.ties = _ties(self._originals)
+        self.went: frozenset[str] = frozenset()
 
     def after_placement(self) -> None:
         """Tie again what was tied, and note which new object stands for which original one.
@@ -169,6 +196,9 @@ class Registry:
         instead |= {id(self._home[id(tensor)]): tensor for tensor in self._placed if id(tensor) in self._home}
         if instead:
             self._replace_in_attributes(lambda tensor: instead.get(id(tensor), tensor))
+        if self._adapter.copies:
+            here = self.model.named_parameters()
+            self.went = frozenset(name for name, p in here if p.numel() and self._adapter.resident(p))
 
     def _recognise(self) -> None:
         """Note what stands for which original; also after a placement that was cut short."""
@@ -198,9 +228,10 @@ class Registry:
         copies: dict[int, torch.Tensor] = {}
         if not self._adapter.copies:
             return copies
-        for tensor in tensors([*(slot.value for slot in slots(self.model)), *self._strays()]):
-            if self._adapter.resident(tensor):
-                copies[id(tensor)] = self._adapter.fetch(tensor)
+        for value in (*(slot.value for slot in slots(self.model)), *self._strays()):
+            for tensor in _held(value):
+                if id(tensor) not in copies and self._adapter.resident(tensor):
+                    copies[id(tensor)] = self._adapter.fetch(tensor)
         return copies
 
     def commit_model(self, copies: dict[int, torch.Tensor]) -> None:
@@ -249,8 +280,9 @@ class Registry:
         moved = {key: target for key, target in targets.items() if id(target) != key}
         if moved:
             self._replace_in_attributes(lambda tensor: moved.get(id(tensor), tensor))
-            for optimizer in self.optimizers:
-                rebind(optimizer, moved)
+            states: dict[int, Any] = {}
+            for optimizer in self._family():
+                rebind(optimizer, moved, states)
         self.optimizers = []  # one that was refused may hold foreign tensors, and nobody else holds it
         self._forget_placed()
 
@@ -258,7 +290,7 @@ class Registry:
         for slot in list(slots(self.model)):
             if slot.table == "__dict__":
                 here = slot.value
-                new = replace_in(here, function)
+                new = _replaced(here, function)
                 if new is not here:
                     slot.put(new)
 
@@ -313,7 +345,7 @@ class Registry:
 
     def commit_state(self, copies: dict[int, torch.Tensor]) -> None:
         """Let the copies take the place of the state on the device; drop all gradients."""
-        for optimizer in self.optimizers:
+        for optimizer in self._family():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -322,16 +354,21 @@ class Registry:
         for parameter in self.model.parameters():
             parameter.grad = None
 
+    def _family(self) -> list[Optimizer]:
+        """The optimizers, and those inside them."""
+        return family(self.optimizers)
+
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that an optimizer holds, but for the parameters: these are the model's."""
-        for optimizer in self.optimizers:
+        for optimizer in self._family():
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
             parts = [*optimizer.state.values(), *optimizer.param_groups, *_others(optimizer).values()]
-            yield from (tensor for tensor in tensors(parts) if id(tensor) not in mine)
+            for part in parts:
+                yield from (tensor for tensor in _held(part) if id(tensor) not in mine)
 
     def forget_state(self) -> None:
         """Drop the host's references to state and gradients, for a device that cannot be touched."""
-        for optimizer in self.optimizers:
+        for optimizer in self._family():
             optimizer.state.clear()
         self.commit_state({})
 
@@ -351,12 +388,42 @@ class Registry:
     def remaining(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(path, tensor) of each tensor of model and optimizers that still stands on the device."""
         for slot in slots(self.model):
-            for tensor in tensors(slot.value):
+            for tensor in _held(slot.value):
                 if self._adapter.resident(tensor):
                     yield f"model.{slot.name}", tensor
         for tensor in self._state_tensors():
             if self._adapter.resident(tensor):
                 yield "optimizer.state", tensor
+
+
+def _replaced(value: Any, function: Function) -> Any:
+    """As `replace_in`; what cannot be looked into stays as it is."""
+    try:
+        return replace_in(value, function)
+    except Exception:
+        return value
+
+
+def family(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Optimizers, and those that they keep as attributes, in lists and dictionaries too (Lookahead, SAM).
+
+    Args:
+        optimizers: As built.
+
+    Returns:
+        Each once, whoever wraps before what is wrapped.
+    """
+    found: dict[int, Optimizer] = {}
+    left = list(optimizers)
+    while left:
+        optimizer = left.pop(0)
+        if id(optimizer) in found:
+            continue
+        found[id(optimizer)] = optimizer
+        for value in vars(optimizer).values():
+            within = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+            left += [one for one in (value, *within) if isinstance(one, Optimizer)]
+    return list(found.values())
 
 
 def _others(optimizer: Optimizer) -> dict[str, Any]:
@@ -366,21 +433,29 @@ def _others(optimizer: Optimizer) -> dict[str, Any]:
 
 def _replace_in_optimizer(optimizer: Optimizer, function: Function) -> None:
     """Replace tensors wherever an optimizer keeps them, but as keys of its state."""
-    replace_in(optimizer.state, function)
+    state: dict[Any, Any] = optimizer.state
+    for key, value in list(state.items()):
+        new = _replaced(value, function)
+        if new is not value:
+            state[key] = new
     replace_in(optimizer.param_groups, function)
     for name, value in _others(optimizer).items():
-        new = replace_in(value, function)
+        new = _replaced(value, function)
         if new is not value:
             setattr(optimizer, name, new)
 
 
-def rebind(optimizer: Optimizer, targets: Mapping[int, torch.Tensor]) -> None:
+def rebind(
+    optimizer: Optimizer, targets: Mapping[int, torch.Tensor], states: dict[int, Any] | None = None
+) -> None:
     """Let an optimizer hold other objects for its parameters: groups, and the keys of its state.
 
     Args:
         optimizer: Changed in place. It can be repeated after an interrupt.
         targets: id of a parameter held now -> the parameter to hold instead.
+        states: Remembers what became of each state, for optimizers that have one in common.
     """
+    known = {} if states is None else states
 
     def swap(tensor: torch.Tensor) -> torch.Tensor:
         return targets.get(id(tensor), tensor)
@@ -389,7 +464,11 @@ def rebind(optimizer: Optimizer, targets: Mapping[int, torch.Tensor]) -> None:
     keys = [swap(key) if isinstance(key, torch.Tensor) else key for key in state]
     if any(new is not old for new, old in zip(keys, state, strict=True)):
         # One assignment: an interrupt finds the state whole, under the old keys or under the new ones.
-        optimizer.state = defaultdict(dict, zip(keys, state.values(), strict=True))
+        _, new_state = known.setdefault(
+            id(state), (state, defaultdict(dict, zip(keys, state.values(), strict=True)))
+        )
+        if "state" in vars(optimizer):  # else it is a property, and shows that of one inside
+            optimizer.state = new_state
     _replace_in_optimizer(optimizer, swap)
 
 

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 from interlock.specs import Entry
 
@@ -154,6 +155,9 @@ class Run:
 
         Returns:
             The subscription: closing it ends the observer's thread, as the end of the run does.
+
+        Raises:
+            TaskError: The capacity is not a whole number of at least 1.
         """
         return self._bus.subscribe(observer, capacity)
 
@@ -191,16 +195,26 @@ class Run:
 
         Raises:
             NotFinished: The time passed; the message says what the run is doing.
-            RunInUse: Called from within the run, which would wait for itself.
+            RunInUse: Called from within the run or by one of its observers: it would wait for itself.
         """
-        if threading.get_ident() == self._worker and not self._closed.is_set():
-            raise RunInUse("a run cannot wait for itself: `wait` was called from inside one of its hooks")
+        self._refuse_to_wait_for_itself()
         if not self._closed.wait(timeout):
             raise NotFinished(f"not finished after {timeout:g} s: {self.snapshot()}")
         self._thread.join()
         if self._outcome is None:
             raise NotFinished("the run ended without an outcome, a fault in Interlock: please report it")
         return self._outcome
+
+    def _refuse_to_wait_for_itself(self) -> None:
+        if self._closed.is_set():
+            return
+        if threading.get_ident() == self._worker:
+            raise RunInUse("a run cannot wait for itself: `wait` was called from inside one of its hooks")
+        if self._bus.is_observing():
+            raise RunInUse(
+                "a run cannot wait for itself: `wait` was called by one of its observers, which it waits for "
+                "before it is closed. Its last event, `Closed`, says how it ended; or wait on another thread"
+            )
 
     def result(self, timeout: float | None = None) -> Outcome:
         """The outcome of a run that finished or was stopped.
@@ -230,6 +244,7 @@ class Run:
     def __await__(self) -> Generator[object, None, Outcome]:
         import asyncio
 
+        self._refuse_to_wait_for_itself()
         loop = asyncio.get_running_loop()
         closed = asyncio.Event()
 
@@ -244,6 +259,12 @@ class Run:
         # No thread waits: whoever gives up waiting, or ends the loop, is not held up by the run.
         yield from closed.wait().__await__()
         return self.wait()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a run cannot be pickled or copied: it goes on in a thread of this process. Wait for its "
+            "outcome, and send that"
+        )
 
     def __repr__(self) -> str:
         return f"<Run {self.id} {self.phase}, {self.step} steps>"

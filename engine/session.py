@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -76,6 +77,7 @@ class Session:
         self.bus = bus
         self.position = Position()
         self.outcome: Outcome | None = None
+        self._given_up: Outcome | None = None
         self._data = data
         self._epochs = epochs
         self.errors = Errors(options.keep_frames, standing_on(adapter))
@@ -129,16 +131,16 @@ class Session:
                 self._report,
             )
             if not go_on:
-                self.driver.fire("stop")
+                self.end("stop")
                 return
             if self._work.scheduler is not None and self.task.scheduler_every == "epoch":
                 self._work.scheduler.step()
             if data.validate is not None:
                 self.validate(data.validate)
             if self.position.request == "stop" and epoch + 1 < self._epochs:
-                self.driver.fire("stop")
+                self.end("stop")
                 return
-        self.driver.fire("finish")
+        self.end("finish")
 
     # -- pieces of a run, for phase handles -----------------------------------------------------
 
@@ -221,8 +223,10 @@ class Session:
         return loss
 
     def end(self, event: Literal["finish", "stop"]) -> None:
-        """End training from outside of the engine's loop, after a last look at what was trained."""
-        self._report_losses()
+        """End training, after a last look at what was trained."""
+        if self._losses:
+            self._report_losses()
+        self._work.check("before the end")
         self.driver.fire(event)
 
     def _report_losses(self) -> None:
@@ -250,6 +254,8 @@ class Session:
         Args:
             error: What ended the run, if anything did; or, once it has ended, a later one.
         """
+        if self._given_up is not None:
+            return self._given_up
         for _ in range(PATIENCE):
             try:
                 self._leave(error)
@@ -258,7 +264,42 @@ class Session:
                 return self.outcome
             except BaseException as late:
                 error = late
-        raise NoWayOut(self.driver.phase, PATIENCE) from error
+        stuck = NoWayOut(self.driver.phase, PATIENCE)
+        stuck.__cause__ = error
+        return self._give_up(stuck)
+
+    def _give_up(self, stuck: NoWayOut) -> Outcome:
+        """The last resort: let go of everything that can be, and say of the rest that it was abandoned."""
+        with suppress(BaseException):
+            self._note_error(stuck)
+        model = None if self.options.exit == "discard" else self._work.model
+        with suppress(BaseException):
+            self._let_go()
+        if self.outcome is None:
+            slot = self.driver.slot
+            gone = [name for name, how in slot.ended if how == "abandoned"]
+            seconds = time.monotonic() - self._begun
+            self.outcome = Outcome(
+                status="failed",
+                abandoned=tuple(dict.fromkeys([*gone, *slot.held])),
+                model=model,
+                error=stuck if self.errors.first is None else self.errors.first,
+                residue=UNKNOWN,
+                history=tuple(slot.history),
+                metrics=dict(self._metrics),
+                reports=tuple(self._reports),
+                steps=self.position.step,
+                seconds=seconds,
+                notes=tuple(self._notes),
+                spec_hash=slot.lifecycle.spec.hash,
+            )
+            verdict = self.outcome.verdict
+            with suppress(BaseException):
+                self._tell_the_end(verdict, UNKNOWN, seconds)
+        with suppress(BaseException):
+            self.outcome = self._with_errors(self.outcome)
+        self._given_up = self.outcome
+        return self.outcome
 
     def close(self) -> Outcome:
         """End the run from outside of the engine's loop.
@@ -299,7 +340,8 @@ class Session:
     def _note_error(self, error: BaseException) -> str:
         """Turn an error into evidence that pins nothing; the event to fire for it."""
         self.errors.note(error, self.driver.phase, self.position.step, self._outside)
-        if isinstance(error, DeadlinePassed):
+        # By the type itself: `isinstance` also asks the object, whose class is the user's.
+        if issubclass(type(error), DeadlinePassed):
             return "abandon"
         if self.adapter.is_loss_of_device(error):
             return "lose"
@@ -307,7 +349,7 @@ class Session:
 
     def _is_interruption(self, error: BaseException) -> bool:
         """Ctrl-C, this run's own cancellation, a library that calls `sys.exit`: no failure of the work."""
-        return error is self.position.cancellation or not isinstance(error, Exception)
+        return error is self.position.cancellation or not issubclass(type(error), Exception)
 
     def _with_errors(self, outcome: Outcome) -> Outcome:
         failures = self.errors.failures()

@@ -81,4 +81,4 @@ class Signals:
         self._raised = time.monotonic()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise Terminated
+        raise Terminated(signal.Signals(number).name)

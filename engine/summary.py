@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from interlock.specs.journal import Replay
 
+from .messages import to_output
+
 if TYPE_CHECKING:
     from .outcome import Outcome
 
 BAR = "#"
+SHORT = 0.001
+"""Phases that took fewer seconds are one line together."""
 
 
 def show(outcome: Outcome, files: Mapping[str, str]) -> None:
@@ -24,17 +28,22 @@ def show(outcome: Outcome, files: Mapping[str, str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, soft_wrap=True)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # noqa: PLE0704 - called where the error is handled; rich's own would end the program
+
+    console = Plain(highlight=False, soft_wrap=True)
     head = Text(f"{outcome.status}, {outcome.verdict}", style="bold green" if outcome.ok else "bold red")
-    console.print(head + Text(f": {outcome.steps} steps in {outcome.seconds:.1f} s"))
-    for block in _blocks(outcome, files):
-        console.print()
-        width = max(len(name) for name, _ in block)
-        for name, text in block:
-            first, *more = text.split("\n")
-            console.print(Text(f"  {name:<{width}}  ", style="dim") + Text(first))
-            for line in more:
-                console.print(Text(f"  {'':<{width}}  {line}"))
+    with to_output():
+        console.print(head + Text(f": {outcome.steps} steps in {outcome.seconds:.1f} s"))
+        for block in _blocks(outcome, files):
+            console.print()
+            width = max(len(name) for name, _ in block)
+            for name, text in block:
+                first, *more = text.split("\n")
+                console.print(Text(f"  {name:<{width}}  ", style="dim") + Text(first))
+                for line in more:
+                    console.print(Text(f"  {'':<{width}}  {line}"))
 
 
 def _blocks(outcome: Outcome, files: Mapping[str, str]) -> list[list[tuple[str, str]]]:
@@ -42,11 +51,17 @@ def _blocks(outcome: Outcome, files: Mapping[str, str]) -> list[list[tuple[str, 
     numbers = [(name, f"{value:.4f}") for name, value in sorted(outcome.metrics.items())]
     spent = outcome.phase_seconds
     whole = sum(spent.values()) or 1.0
+    brief = [seconds for seconds in spent.values() if seconds < SHORT]
+    shown = {phase: seconds for phase, seconds in spent.items() if seconds >= SHORT}
+    shown |= {f"{len(brief)} others": sum(brief)} if brief else {}
     phases = [
         (phase, f"{seconds:9.3f} s {BAR * round(30 * seconds / whole)}".rstrip())
-        for phase, seconds in spent.items()
+        for phase, seconds in shown.items()
     ]
     rest = [("residue", str(outcome.residue))]
+    if any(event == "update" for _, event, _ in outcome.path):
+        text = f"{outcome.steps}; the history has `update` once for all between two other events"
+        rest.insert(0, ("updates", text))
     rest += [("abandoned", ", ".join(outcome.abandoned))] * bool(outcome.abandoned)
     rest += [("note", note) for note in outcome.notes]
     rest += [("and then", f"{later.type}: {later.message}") for later in outcome.errors]

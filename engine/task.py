@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .errors import TaskError
+from .errors import DataError, TaskError
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,8 @@ class Task:
         optimizer: Any = self.optimizer
         if not callable(self.model):
             yield f"model is {_kind(self.model)}: pass an nn.Module, or a function that builds one"
+        elif not _is_a(self.model, "torch.nn.modules.module.Module") and not _takes(self.model):
+            yield f"the model function {_signature(self.model)} is called as `model()`, without arguments"
         if hasattr(optimizer, "param_groups"):
             yield (
                 f"optimizer is {_kind(optimizer)}, built already, from parameters that placement may "
@@ -95,10 +97,22 @@ class Task:
             )
         elif not callable(optimizer):
             yield f"optimizer is {_kind(optimizer)}: pass a function from the placed model to an optimizer"
-        for field, does in _FUNCTIONS.items():
+        elif not _takes(optimizer, "model"):
+            yield f"the optimizer function {_signature(optimizer)} is called as `optimizer(model)`"
+        for field, (does, *arguments) in _FUNCTIONS.items():
             value = getattr(self, field)
-            if value is not None and not callable(value):
+            if value is None:
+                continue
+            if not callable(value):
                 yield f"{field} is {_kind(value)}: pass a function from {does}, or leave it out"
+            elif field == "loss" and _is_a(value, "torch.nn.modules.module.Module"):
+                yield (
+                    f"loss is {_kind(value)}, a criterion of outputs and targets, and is called with model "
+                    "and batch: pass `loss=lambda m, b: criterion(m(b[0]), b[1])`"
+                )
+            elif not _takes(value, *arguments):
+                call = f"{field}({', '.join(arguments)})"
+                yield f"the {field} function {_signature(value)} is called as `{call}`"
 
     def _wrong_settings(self) -> Iterator[str]:
         epochs: Any = self.epochs
@@ -128,8 +142,14 @@ class Task:
         loaded = self.data()
         if not isinstance(loaded, Data):
             pair = isinstance(loaded, tuple) and len(loaded) == 2
+            if pair and all(_is_a(one, "torch.Tensor") for one in loaded):
+                raise TaskError(
+                    f"data() of task '{self.name}' returned two tensors: a pair is taken for training and "
+                    f"validation batches. {_LOADER}"
+                )
             loaded = Data(*loaded) if pair else Data(loaded)
         for part, batches in zip(loaded._fields, loaded, strict=True):
+            refuse_unbatched(f"the {part} part of what data() returned", batches)
             if not is_batches(batches) and not (part == "validate" and batches is None):
                 hint = ": is a `return` missing?" if batches is None else ""
                 raise TaskError(
@@ -140,12 +160,91 @@ class Task:
 
 
 _FUNCTIONS = {
-    "loss": "model and batch to a scalar tensor",
-    "metrics": "model and batch to named scalars",
-    "scheduler": "the optimizer to a learning rate scheduler",
-    "data": "nothing to batches",
-    "batch_size": "a batch to its number of samples",
+    "loss": ("model and batch to a scalar tensor", "model", "batch"),
+    "metrics": ("model and batch to named scalars", "model", "batch"),
+    "scheduler": ("the optimizer to a learning rate scheduler", "optimizer"),
+    "data": ("nothing to batches",),
+    "batch_size": ("a batch to its number of samples", "batch"),
 }
+"""Field -> from what to what its function goes, and what it is called with."""
+
+_LOADER = (
+    "Make batches of it: `torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y), batch_size=32)`"
+)
+
+
+def _takes(function: Any, *arguments: str) -> bool:
+    """Whether a function can be called with that many arguments; also if it does not say."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _signature(function: Any) -> str:
+    """A function as it is defined: `loss_of(model)`."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"`{name}{inspect.signature(function)}`"
+
+
+def _is_a(value: Any, name: str) -> bool:
+    """Whether one of a value's classes has this full name: so its module need not be imported."""
+    return any(f"{kind.__module__}.{kind.__qualname__}" == name for kind in type(value).__mro__)
+
+
+def refuse_unbatched(what: str, batches: Any) -> None:
+    """Refuse what can be iterated, and gives no batches then.
+
+    Args:
+        what: Names it in messages.
+        batches: As passed to `fit` or returned by `data`.
+
+    Raises:
+        TaskError: It is a tensor, or a data set of single samples.
+    """
+    if _is_a(batches, "torch.Tensor"):
+        raise TaskError(f"{what} is a tensor, and must be batches to iterate over. {_LOADER}")
+    data_set = _is_a(batches, "torch.utils.data.dataset.Dataset")
+    if data_set and hasattr(batches, "__len__") and not hasattr(batches, "__iter__"):
+        raise TaskError(
+            f"{what} is {_kind(batches)}, a data set, which gives single samples: wrap it in a DataLoader, "
+            "`torch.utils.data.DataLoader(dataset, batch_size=32)`; with `batch_size=None` if each of its "
+            "items is a batch"
+        )
+
+
+def refuse_used_up(data: Data, epochs: int) -> None:
+    """Refuse data that has nothing left after the first epoch, if there are to be more.
+
+    An object whose `__iter__` returns itself, and may start anew there, is let pass.
+
+    Args:
+        data: As loaded.
+        epochs: How often it is to be gone through.
+
+    Raises:
+        DataError: A part of it is an iterator.
+    """
+    for kind, batches in (("training", data.train), ("validation", data.validate)):
+        if epochs > 1 and isinstance(batches, Iterator):
+            code = getattr(getattr(type(batches), "__iter__", None), "__code__", None)
+            if code is None or not code.co_names:  # it refers to nothing, so it can set nothing back
+                raise DataError(
+                    f"the {kind} data, a {type(batches).__name__}, would give no batch in epoch 2 of "
+                    f"{epochs}: {USED_UP}"
+                )
+
+
+USED_UP = (
+    "it is an iterator, which can be gone through once, and is used up. Pass something that starts anew for "
+    "each epoch: a list, a DataLoader, or an object whose __iter__ is a generator"
+)
+"""What to say of an iterator that has nothing left, or will have."""
 
 
 def parameters_of(function: Any) -> dict[str, inspect.Parameter]:

@@ -21,7 +21,7 @@ from interlock.backends.adapter import Adapter
 from interlock.specs import Spec
 
 from . import facts
-from .batches import convert, tensors
+from .batches import convert, held
 from .deadline import bounded
 from .driver import Position
 from .errors import TaskError
@@ -31,7 +31,7 @@ from .outcome import UNKNOWN, Residue
 from .owners import with_owners
 from .program import StepProgram
 from .release import Release, ReleaseStack
-from .residency import Registry, claim, slots, unclaim
+from .residency import Registry, claim, family, lazy, slots, unclaim
 from .task import Task
 
 Step = Callable[[Any], torch.Tensor]
@@ -86,10 +86,14 @@ class Work:
     # -- for the driver -----------------------------------------------------------------------
 
     def actions(self, spec: Spec) -> dict[str, Callable[[], None]]:
-        """In-flight phase of the spec -> what is done in it."""
+        """In-flight phase of the spec -> what is done in it.
+
+        Raises:
+            TaskError: The backend has an action for a phase that is the engine's own.
+        """
         keep = Release("handing the model over", self._on_registry(Registry.keep_model))
         discard = Release("discarding the model", self._on_registry(Registry.discard_model))
-        return {
+        own: dict[str, Callable[[], None]] = {
             "acquiring": self._acquire,
             "placing": self._place,
             "optimizing": self._optimize,
@@ -101,15 +105,18 @@ class Work:
             "measuring": self._measure,
             "freeing": lambda: self._stack.release("device"),
             "writing_off": _nothing,
-            **{
-                phase: self._of_backend(action, spec, phase)
-                for phase, action in self._adapter.actions().items()
-            },
         }
+        theirs = self._adapter.actions()
+        self._refuse_clash("actions", "phase", own, theirs)
+        return own | {phase: self._of_backend(action, spec, phase) for phase, action in theirs.items()}
 
     def releases(self) -> dict[str, Release]:
-        """Resource -> how it is given back."""
-        return {
+        """Resource -> how it is given back.
+
+        Raises:
+            TaskError: The backend has a release for a resource that is the engine's own.
+        """
+        own = {
             "model": Release(
                 "bringing the model home",
                 commit=self._on_registry(Registry.commit_model),
@@ -122,11 +129,22 @@ class Work:
                 copy=lambda: self._registry.copy_state() if self._registry else {},
                 forget=self._on_registry(Registry.forget_state),
             ),
-            **{
-                name: Release(f"giving back the {name}", _nothing, function)
-                for name, function in self._adapter.releases().items()
-            },
         }
+        theirs = self._adapter.releases()
+        self._refuse_clash("releases", "resource", own, theirs)
+        return own | {
+            name: Release(f"giving back the {name}", _nothing, function) for name, function in theirs.items()
+        }
+
+    def _refuse_clash(
+        self, method: str, kind: str, own: Mapping[str, object], theirs: Mapping[str, object]
+    ) -> None:
+        clash = [name for name in theirs if name in own]
+        if clash:
+            raise TaskError(
+                f"{method}() of backend '{self._adapter.name}' names {facts.some(clash)}, a {kind} that the "
+                "engine itself takes care of: an adapter says it only for what its monitor adds"
+            )
 
     def _on_registry(self, method: Callable[..., None]) -> Callable[..., None]:
         """The method, bound to the registry at the time of the call; nothing if there is none yet."""
@@ -198,6 +216,12 @@ class Work:
                 "the task's model function must return an nn.Module, and returned "
                 f"{type(model).__name__}{hint}"
             )
+        unmade = lazy(model)
+        if unmade:
+            raise TaskError(
+                f"the model has lazy modules, whose parameters have no shape yet: {facts.some(unmade)}. Run "
+                "one forward pass in the model function before it returns the model"
+            )
         claim(model, self._token)
         self.model = model
         self._registry = Registry(model, self._adapter)
@@ -242,6 +266,7 @@ class Work:
         self._stack.release("optimizer")
 
     def _measure(self) -> None:
+        torch.clear_autocast_cache()  # it keeps converted copies of the parameters
         ask, options = self._adapter.leftovers, self._options
         left = bounded(ask, options.deadline, "measuring the device") if self._adapter.copies else ask()
         if left is None:
@@ -256,7 +281,8 @@ class Work:
 
     def _bytes_of_model(self) -> int:
         values = [slot.value for slot in slots(self.model)] if self.model else []
-        storages = [t.untyped_storage() for t in tensors(values) if self._adapter.resident(t)]
+        tensors = [tensor for value in values for tensor in held(value)]
+        storages = [tensor.untyped_storage() for tensor in tensors if self._adapter.resident(tensor)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     # -- the step -------------------------------------------------------------------------------
@@ -284,7 +310,10 @@ class Work:
         if self.optimizers:
             names = registry.original_names()
             facts.check_optimizers(model, self.optimizers, names, when=when, known=self._known)
-            facts.check_state(self.optimizers, {id(p): name for name, p in model.named_parameters()})
+            holders = family(self.optimizers)
+            facts.check_state(holders, {id(p): name for name, p in model.named_parameters()})
+        if registry.went:
+            facts.check_resident(model, registry.went, self._adapter.resident)
         facts.check_ties(model, registry.ties)
 
     def step(self) -> Step:

@@ -44,7 +44,8 @@ def main() -> None:
 
     outcome = run.wait(timeout=600)  # never raises the run's own error
     if outcome.ok:
-        serve(outcome.model)  # on the host
+        # On the host, and still in train mode: dropout and the like are to be off from here on.
+        serve(outcome.model.eval())
     assert outcome.residue.bytes == 0  # nothing of the run is left on the device
 
 

@@ -272,6 +272,12 @@ def _dot_legend(shown: Picture) -> str:
     ]
     if shown.starred:
         cells.append(f'<td border="0"><font point-size="10">{_html(star_text(shown.star))}</font></td>')
+    work = {phase.name for phase in shown.spec.phases if phase.kind is Kind.WORK}
+    fast = {t.event for t in shown.spec.transitions if t.fast and t.source in work}
+    fast &= {event for _, event, _ in shown.taken}
+    if fast:
+        text = f"{', '.join(sorted(fast))}: once for all between two other events"
+        cells.append(f'<td border="0"><font point-size="10">{_html(text)}</font></td>')
     table = '<table border="0" cellborder="1" cellspacing="6" cellpadding="3">'
     return f"<{table}<tr>{''.join(cells)}</tr></table>>"
 

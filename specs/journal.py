@@ -6,7 +6,8 @@ readable up to its last moment. The first line is the header, then comes one lin
     {"interlock":1,"kind":"header","spec":"training on cpu","spec_hash":"5d...","backend":"cpu",...}
     {"kind":"transition","n":1,"event":"acquire","source":"created","phase":"acquiring","held":["device"],...}
 
-Lines of the kinds `report`, `note` and `outcome` may stand between them. Transitions that happen in
+Lines of the kinds `report` and `note` may stand between them. The last line is the `outcome`; after it
+may only come a note that says how many events the writer lost. Transitions that happen in
 every step (`Transition.fast`) are not journaled one by one; one appears where the engine caught up
 with it, right before a fault inside of it.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,18 @@ VERSION = 1
 KINDS = ("transition", "report", "note", "outcome")
 """What a line after the header can be."""
 
+BEGINNING = b'{"interlock":'
+"""How every journal begins, whatever may be wrong with the rest of it."""
+
 CLEAN, ABANDONED = "clean", "abandoned"
+STATUSES = ("finished", "stopped", "failed", "cancelled")
+"""What an outcome may say of a run."""
+
+_FAULTS: Mapping[str, frozenset[str]] = {
+    "failed": frozenset({"fail", "lose", "peer_fail", "abandon"}),
+    "cancelled": frozenset({"interrupt", "lose"}),
+}
+"""Status -> the transitions of which one has to be there for it."""
 
 _LONGEST = 1e12  # seconds; what is longer is a number that float does not hold, or no time
 
@@ -225,7 +237,7 @@ def _header(name: str, raw: bytes, *, torn: bool) -> dict[str, Any]:
     try:
         data = _object(name, 1, raw)
     except JournalError as error:
-        if torn and raw.startswith(b'{"interlock":'):
+        if torn and raw.startswith(BEGINNING):
             raise JournalError(name, 1, "the header is incomplete: the writer was killed in it") from error
         raise JournalError(name, 1, f"{no_header}; {error.problem}") from error
     if data.get("kind") != "header" or "interlock" not in data:
@@ -281,8 +293,9 @@ class Replay:
     """What came of replaying a journal on a spec.
 
     Attributes:
-        result: `proved`: each line is what the spec does, and the run closed. `refuted`: a line is
-            not. `undetermined`: the run did not close, or ran on another spec.
+        result: `proved`: each line is what the spec does, the run closed, and its outcome says no
+            more than that. `refuted`: a line is not. `undetermined`: the run did not close, its
+            outcome is missing or told of by no transition, or it ran on another spec.
         finding: Why it is not proved; empty if it is.
         line: The line of the first difference; 0 if there is none.
         steps: How many transitions were replayed without a difference.
@@ -290,6 +303,9 @@ class Replay:
         ending: For a run that closed: `clean`, or `abandoned` if something was given up.
         held: What was held after the last of these.
         ended: (resource, how) of each ending.
+        status: How the run ended, as its outcome says; empty without one.
+        residue: Bytes left on the device, as its outcome says, which no replay can judge; `None` if
+            unknown or not told.
     """
 
     result: Result
@@ -300,6 +316,8 @@ class Replay:
     ending: str = ""
     held: tuple[str, ...] = ()
     ended: tuple[tuple[str, str], ...] = field(default=())
+    status: str = ""
+    residue: int | None = None
 
     @property
     def holds(self) -> bool:
@@ -308,7 +326,9 @@ class Replay:
 
     def __str__(self) -> str:
         where = f"line {self.line}: " if self.line else ""
-        close = f", closed, {self.ending}" if self.ending else ""
+        left = "unknown" if self.residue is None else f"{self.residue} bytes"
+        told = f"; outcome: {self.status}, residue {left}" if self.status else ""
+        close = f", closed, {self.ending}{told}" if self.ending else ""
         return f"{self.result}: {where}{self.finding or f'{self.steps} transitions{close}'}"
 
 
@@ -316,7 +336,8 @@ def replay(journal: Journal, spec: Spec) -> Replay:
     """Fire the events of a journal on a fresh slot of a spec, and compare what each line says.
 
     Phase, held resources and endings are compared, the order of the lines (`n`, `source`), and that
-    time does not run backwards. What else the header says of the run (`run`, `lifecycle`, `backend`)
+    time does not run backwards. The outcome has to be the last line, and to say of the run what its
+    transitions do. What else the header says of the run (`run`, `lifecycle`, `backend`)
     are labels, which no replay can judge.
 
     A journal of another spec, by hash, is never proved nor refuted, as the run was not bound by this
@@ -341,6 +362,12 @@ def replay(journal: Journal, spec: Spec) -> Replay:
     closed = slot.state == spec.terminal and not difference
     result = Result.REFUTED if difference else Result.PROVED if closed else Result.UNDETERMINED
     finding = difference or ("" if closed else _unclosed(journal, slot))
+    outcome = next((data for _, data in journal.others if data["kind"] == "outcome"), {})
+    problem = None if difference else _of_outcome(journal, slot)
+    if problem is not None:
+        result, (line, finding) = Result.REFUTED, problem
+    elif closed and (finding := _untold(journal, outcome)):
+        result = Result.UNDETERMINED
     if journal.header["spec_hash"] != spec.hash:
         result = Result.UNDETERMINED
         finding = _other_spec(journal, spec, f"line {line}: {difference}" if difference else finding)
@@ -348,7 +375,18 @@ def replay(journal: Journal, spec: Spec) -> Replay:
         result, line = Result.REFUTED, 1
         finding = f"the header names '{journal.header['spec']}', but its hash is that of '{spec.name}'"
     ending = ABANDONED if any(how == "abandoned" for _, how in slot.ended) else CLEAN
-    return Replay(result, finding, line, done, slot.state, ending if closed else "", slot.held, slot.ended)
+    return Replay(
+        result,
+        finding,
+        line,
+        done,
+        slot.state,
+        ending if closed else "",
+        slot.held,
+        slot.ended,
+        outcome.get("status", "") if closed and problem is None else "",
+        outcome.get("residue") if closed and problem is None else None,
+    )
 
 
 def _difference(slot: Slot, step: Step, n: int, last: float) -> str:
@@ -371,6 +409,63 @@ def _difference(slot: Slot, step: Step, n: int, last: float) -> str:
     for what, told, found in told_and_found:
         if told != found:
             return f"'{step.event}' with {what} {_shown(told)}; the spec says {_shown(found)}"
+    return ""
+
+
+def _of_outcome(journal: Journal, slot: Slot) -> tuple[int, str] | None:
+    """The line at which an outcome contradicts the transitions, or stands where none may; and why."""
+    told = [number for number, data in journal.others if data["kind"] == "outcome"]
+    if not told:
+        return None
+    if len(told) > 1:
+        return told[1], "a second outcome: a run has one"
+    (end,) = told
+    after = [step.line for step in journal.steps if step.line > end]
+    after += [n for n, data in journal.others if n > end and not _counts_losses(data)]
+    if after:
+        return min(after), "it comes after the outcome, which has to be the last line"
+    problem = _of_status(dict(journal.others)[end], journal, slot)
+    return (end, f"the outcome {problem}") if problem else None
+
+
+def _counts_losses(data: dict[str, Any]) -> bool:
+    return data["kind"] == "note" and type(data.get("lost")) is int
+
+
+def _of_status(outcome: dict[str, Any], journal: Journal, slot: Slot) -> str:
+    """What an outcome says that the transitions do not; or the empty string."""
+    status, verdict, residue, error = (outcome.get(k) for k in ("status", "verdict", "residue", "error"))
+    if status not in STATUSES:
+        return f"has the status {status!r}, must be one of {', '.join(STATUSES)}"
+    if not (residue is None or (type(residue) is int and residue >= 0)):
+        return f"has the residue {residue!r}, must be a number of bytes, or null"
+    if not isinstance(error, str) or bool(error) != (status in _FAULTS):
+        return f"says '{status}' with the error {error!r}"
+    if slot.state != slot.lifecycle.spec.terminal:
+        return ""  # undetermined anyway: it was given up
+    ending = ABANDONED if any(how == "abandoned" for _, how in slot.ended) else CLEAN
+    if verdict != ending:
+        return f"says {verdict!r}, but by the transitions it is '{ending}'"
+    events = {step.event for step in journal.steps}
+    faults = sorted(events & frozenset[str]().union(*_FAULTS.values()))
+    if faults and status not in _FAULTS:
+        return f"says '{status}', but there was a fault: {', '.join(faults)}"
+    if (
+        status not in _FAULTS
+        and "finish" in slot.lifecycle.spec.events
+        and ("finish" in events) != (status == "finished")
+    ):
+        return f"says '{status}', but the run did {'' if 'finish' in events else 'not '}finish"
+    return ""
+
+
+def _untold(journal: Journal, outcome: dict[str, Any]) -> str:
+    """Why a run that closed is not proved all the same; or the empty string."""
+    if not outcome:
+        return "the run closed, but its outcome is missing: its writer was killed, or lost events"
+    status = outcome["status"]
+    if status in _FAULTS and not any(step.event in _FAULTS[status] for step in journal.steps):
+        return f"its outcome says '{status}', and no transition tells of that"
     return ""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from tools import aftermath as judge
+from tools.lives import Life, Strike, live, without_collector
 
 from interlock import engine, evidence, loop
 from interlock.backends.double import ReplacingDouble
@@ -17,8 +19,6 @@ from interlock.release import ReleaseStack
 from interlock.residency import Registry
 from interlock.session import Session
 from interlock.work import Work
-from tools import aftermath as judge
-from tools.lives import Life, Strike, live, without_collector
 
 LIFE = Life(backend="double", given=True, validate=False)
 STRUCK = (Strike("loss", "half", 3, "cause"),)
@@ -153,8 +153,11 @@ PLANTS: dict[str, tuple[Plant, tuple[Strike, ...], str]] = {
 }
 
 
+OBSERVED = ("nobody is told", "observers are left running")
+
+
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
+def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -164,7 +167,9 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_fault_is_found(plant: str) -> None:
     do, strikes, promise = PLANTS[plant]
-    life = LIFE if promise != "the_history_is_legal" else Life(backend="double", observed=True, validate=False)
+    life = (
+        LIFE if promise != "the_history_is_legal" else Life(backend="double", observed=True, validate=False)
+    )
     if promise == "the_process_is_as_it_was":
         life = Life(backend="double", observed=plant.startswith("observers"), validate=False)
     assert broken(life, *strikes) == set()

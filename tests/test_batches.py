@@ -226,7 +226,7 @@ def in_place(data: Any, function: walk.Function) -> Any:
 
 
 def twice(data: Any, function: walk.Function) -> Any:
-    return walk._walk(data, function, set())
+    return walk._walk(data, function, {})
 
 
 def unused(data: Any, function: walk.Function) -> Any:

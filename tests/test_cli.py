@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tools.runs import TASK, environment
 
+import interlock
+from interlock import messages
 from interlock.cli import main, parser
+from interlock.errors import TaskError
 from interlock.specs import TRAINING, compose
+
+OWN = f"{Path(interlock.__file__).parent}/"
 
 SPECS = """
 from dataclasses import replace
@@ -52,6 +61,18 @@ class Said:
     @property
     def data(self) -> Any:
         return json.loads(self.out)
+
+
+def test_every_error_can_be_caught_from_one_place():
+    """All but those of the command line itself, which reach nobody."""
+    for info in pkgutil.walk_packages(interlock.__path__, "interlock."):
+        if not info.name.endswith("__main__"):
+            importlib.import_module(info.name)
+    kinds = {interlock.InterlockError}
+    while found := {one for kind in kinds for one in kind.__subclasses__()} - kinds:
+        kinds |= found
+    ours = {kind.__name__ for kind in kinds if kind.__module__.startswith("interlock.")}
+    assert ours - {"UsageError", "OutputLost"} <= set(interlock.errors.__all__)
 
 
 # help, version, usage
@@ -105,6 +126,8 @@ def test_version(capsys):
         ("check", "--spec", "mine.py:no_such"),
         ("check", "--spec", "train.txt:task"),
         ("check", "--journal", "missing.jsonl"),
+        ("check", "--journal", "train.py"),
+        ("check", "--journal", "train.py", "--json"),
         ("check", "--journal", ".", "--all"),
         ("explain", "missing.py:task"),
         ("explain", "train.py:task", "--backend", "no_such"),
@@ -118,6 +141,62 @@ def test_a_wrong_command_line_is_told_in_words_and_begins_nothing(capsys, folder
     assert "Traceback" not in said.err
     assert not said.out
     assert files(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "says"),
+    [
+        (("fit", "train.py:task", "--epoch", "3"), "interlock fit", "did you mean --epochs?"),
+        (("check", "--jurnal=a"), "interlock check", "did you mean --journal?"),
+        (("graph", "--colour", "red"), "interlock graph", "unrecognized arguments: --colour red\n"),
+    ],
+)
+def test_a_misspelt_option_is_told_by_its_command(capsys, words, usage: str, says: str):
+    said = Said(capsys, *words)
+    assert said.status == 2
+    assert said.err.startswith(f"usage: {usage} ")
+    assert says in said.err
+
+
+def test_names_that_come_close_are_told_first_and_few(capsys, folder: Path):
+    more = "".join(f"task_{n} = task\n" for n in range(20))
+    (folder / "train.py").write_text(f"{TASK}\n{more}training = task\n")
+    err = Said(capsys, "explain", "train.py:trainin").err
+    assert "its Tasks are training, task, task_0" in err
+    assert re.search(r"task_\d and 12 more$", err.rstrip())
+    assert "task_19" not in err
+
+
+def test_help_and_refusal_of_a_drawing_agree(capsys, folder: Path):
+    told = re.search(r"which ends in\s+(.*?mermaid)", Said(capsys, "fit", "--help").out, re.DOTALL)
+    assert told is not None
+    endings = " ".join(told[1].split())
+    assert f"a file ending in {endings}\n" in Said(capsys, "fit", "train.py:task", "--drawing", "a.png").err
+
+
+@pytest.mark.parametrize("place", ["lib/python3/site-packages/interlock/", "src/interlock/"])
+def test_frames_of_interlock_are_none_of_the_users(monkeypatch: pytest.MonkeyPatch, place: str):
+    """Wherever it is installed: in an environment, it lies in site-packages below the standard library."""
+    monkeypatch.setattr(messages, "_STANDARD", "/lib/python3")
+    monkeypatch.setattr(messages, "_OWN", (f"/{place}",))
+
+    def in_file(file: str, body: str, **names: Any) -> Callable[[], None]:
+        exec(compile(f"def call():\n    {body}\n", file, "exec"), names)
+        return names["call"]
+
+    def told(call: Callable[[], None]) -> str:
+        with pytest.raises(Exception, match="no such thing") as caught:
+            call()
+        mine = caught.value.__traceback__
+        assert mine is not None
+        return messages.describe(caught.value.with_traceback(mine.tb_next))  # without the frame of this test
+
+    ours = in_file(f"/{place}choices.py", "raise error", error=TaskError("no such thing"))
+    assert told(ours) == "error: TaskError: no such thing"
+    theirs = in_file("/home/train.py", "raise error", error=ValueError("no such thing"))
+    shown = told(in_file(f"/{place}loop.py", "theirs()", theirs=theirs))
+    assert '"/home/train.py"' in shown
+    assert place not in shown
 
 
 # check
@@ -210,6 +289,7 @@ def test_explain_shows_plan_verdict_and_source(capsys, folder: Path):
     said = Said(capsys, "explain", "train.py:task", "--backend", "double")
     assert said.status == 0
     for part in (
+        "backend   double (on the lifecycle of cuda)",
         "training on cuda",
         "--sync--> syncing",
         "verdict   proved",
@@ -219,9 +299,15 @@ def test_explain_shows_plan_verdict_and_source(capsys, folder: Path):
         assert part in said.out
 
 
+def test_check_says_whose_lifecycle_a_backend_is_on(capsys):
+    assert "double (on the lifecycle of cuda)" in Said(capsys, "check", "--backend", "double").out
+    assert "lifecycle of" not in Said(capsys, "check", "--backend", "cuda").out
+
+
 def test_doctor(capsys):
     said = Said(capsys, "doctor")
     assert said.status == 0
+    assert "double (on the lifecycle of cuda)" in said.out
     assert "never run on their hardware: cuda, ddp, fsdp2, xla" in said.out
     data = Said(capsys, "doctor", "--json").data
     rows = {row["name"]: row for row in data["backends"]}
@@ -261,6 +347,26 @@ def test_a_reader_that_has_enough_is_no_error():
     assert not done.stderr
 
 
+FIT = f"{sys.executable} -m interlock fit train.py:task --epochs 1 --no-progress"
+
+
+@pytest.mark.parametrize("more", ["", " --json"])
+def test_nor_is_one_of_a_summary(folder: Path, more: str):
+    # The reader is gone before anything is written.
+    words = f"({FIT}{more}; echo $? >&2) | sleep 0"
+    done = subprocess.run(["sh", "-c", words], capture_output=True, text=True, check=False, env=environment())
+    assert done.stderr == "1\n"
+
+
+@pytest.mark.parametrize("words", [FIT, f"{FIT} --json", f"{sys.executable} -m interlock check --all"])
+def test_an_output_that_is_full_is_told_in_a_sentence(folder: Path, words: str):
+    done = subprocess.run(
+        ["sh", "-c", f"{words} > /dev/full"], capture_output=True, text=True, check=False, env=environment()
+    )
+    says = "error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, says)
+
+
 # fit, in this process
 
 
@@ -273,6 +379,8 @@ def test_fit_reports_replays_and_draws(capsys, folder: Path):
     assert said.status == 0, said.err
     for part in (
         "finished, clean: 12 steps",
+        "updates  12; the history has `update` once for all between two other events",
+        " others ",
         "val_loss",
         "training",
         "residue  0 bytes",
@@ -284,7 +392,7 @@ def test_fit_reports_replays_and_draws(capsys, folder: Path):
     assert files(folder) == {"train.py", "mine.py", "run.jsonl", "run.svg"}
     checked = Said(capsys, "check", "--journal", "run.jsonl")
     assert checked.status == 0
-    assert "closed, clean" in checked.out
+    assert "closed, clean; outcome: finished, residue 0 bytes" in checked.out
     traced = Said(capsys, "graph", "--trace", "run.jsonl", "--format", "dot")
     assert "taken" in traced.out
     assert Said(capsys, "graph", "--trace", "run.jsonl", "--format", "json").status == 2
@@ -347,7 +455,7 @@ def test_a_bad_task_fails_with_one_clear_message(capsys, folder: Path, name: str
     # The user's own lines are shown, and never the engine's.
     assert ("train.py" in said.err) is traced
     assert ("Traceback" in said.err) is traced
-    assert "interlock/" not in said.err
+    assert OWN not in said.err
     began = name not in ("no_data", "late")
     assert ("run.jsonl" in files(folder)) is began
     if began:
@@ -369,8 +477,8 @@ def test_a_bad_task_fails_with_one_clear_message(capsys, folder: Path, name: str
         (("train.py:task", "--journal", "."), 2, "it is a folder"),
         (("train.py:task", "--journal", "/proc/run.jsonl"), 2, "/proc/run.jsonl"),
         (("train.py:task", "--journal", "train.py"), 2, "it is not overwritten"),
-        (("train.py:task", "--drawing", "run.png"), 2, "the format is told by the file's ending"),
-        (("train.py:task", "--drawing", "run.json"), 2, "drawn as .svg, .dot or .mmd"),
+        (("train.py:task", "--drawing", "run.png"), 2, "a file ending in .svg, .dot, .gv, .mmd or .mermaid"),
+        (("train.py:task", "--drawing", "run.json"), 2, "a file ending in .svg, .dot"),
         (("train.py:task", "--drawing", "missing/run.svg"), 2, "its folder is missing"),
     ],
 )
@@ -380,7 +488,8 @@ def test_bad_input_begins_nothing(capsys, folder: Path, words, status: int, says
     before = files(folder)
     said = fit(capsys, *words)
     assert (said.status, says in said.err) == (status, True), said.err
-    assert "interlock/" not in said.err
+    assert OWN not in said.err
+    assert "Traceback, without" not in said.err or status == 1
     assert "<frozen" not in said.err
     assert not said.out
     assert files(folder) == before
@@ -422,6 +531,9 @@ def tampered(path: Path, old: str, new: str) -> None:
         ('"backend":"cpu"', '"backend":"no_such"', 3),
         ('"kind":"header"', '"kind":"hat"', 1),
         ('{"kind":"note"', '{"kind:"note"', 1),
+        ('"status":"finished"', '"status":"stopped"', 1),
+        ('"verdict":"clean"', '"verdict":"abandoned"', 1),
+        ('"kind":"outcome"', '"kind":"note"', 3),
     ],
 )
 def test_a_tampered_journal_is_refuted(capsys, folder: Path, old: str, new: str, status: int):

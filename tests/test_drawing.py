@@ -356,6 +356,14 @@ def ids(root: ElementTree.Element) -> list[str]:
     return [value for element in root.iter() if (value := element.get("id"))]
 
 
+def test_a_path_with_updates_says_that_they_are_drawn_once() -> None:
+    spec, says = COMPOSED["training on cpu"], "update: once for all between two other events"
+    path = [("training", "update", "updating"), ("updating", "updated", "training")]
+    assert says in dot(spec, path)
+    assert says not in dot(spec, [("created", "acquire", "acquiring")])
+    assert says not in dot(spec)
+
+
 def classes(root: ElementTree.Element, start: str) -> dict[str, set[str]]:
     """id -> classes, of the elements whose id begins so."""
     return {

@@ -31,6 +31,7 @@ WHOLE = (
     "acquire acquired place placed optimize optimized train update fail "
     "offload drop dropped home homed measure measured free freed close"
 )
+PROVED = "proved: 19 transitions, closed, clean; outcome: failed, residue 0 bytes"
 GIVEN_UP = WHOLE.replace("home homed", "home fail home abandon")
 
 
@@ -41,8 +42,31 @@ def slot_of(spec: Spec, events: str) -> Slot:
     return slot
 
 
+def outcome_of(slot: Slot, **changes: object) -> str:
+    """The outcome's line that an engine would have written of a slot, with some fields changed."""
+    events = {entry.event for entry in slot.history}
+    status = "finished" if "finish" in events else "stopped"
+    status = "cancelled" if events & {"interrupt"} else status
+    status = "failed" if events & {"fail", "lose", "peer_fail", "abandon"} else status
+    fields = {
+        "status": status,
+        "verdict": "abandoned" if "abandoned" in dict(slot.ended).values() else "clean",
+        "residue": 0,
+        "error": "ValueError: no" if status in ("failed", "cancelled") else "",
+        "steps": 3,
+        "t": 9.0,
+    }
+    return record("outcome", **{**fields, **changes})
+
+
 def journal_of(slot: Slot) -> list[str]:
-    """The lines of the journal that an engine would have written of a slot."""
+    """The lines of the journal that an engine would have written of a slot: with an outcome if it closed."""
+    lines = transitions_of(slot)
+    return [*lines, outcome_of(slot)] if slot.state == slot.lifecycle.spec.terminal else lines
+
+
+def transitions_of(slot: Slot) -> list[str]:
+    """The header and the transitions."""
     spec = slot.lifecycle.spec
     lifecycle_name, _, backend = spec.name.partition(" on ")
     lines = [header(spec, lifecycle=lifecycle_name, backend=backend, run="r1")]
@@ -138,17 +162,17 @@ def test_from_a_file_with_other_lines_between(tmp_path: Path) -> None:
     lines = lines_of(WHOLE)
     lines[3:3] = [record("note", text="é"), record("report", loss=0.5)]
     file = tmp_path / "run.jsonl"
-    file.write_text("".join([*lines, record("outcome", status="failed")]))
+    file.write_text("".join(lines))
     journal = read_journal(file)
     assert [data["kind"] for _, data in journal.others] == ["note", "report", "outcome"]
-    assert [number for number, _ in journal.others] == [4, 5, len(lines) + 1]
+    assert [number for number, _ in journal.others] == [4, 5, len(lines)]
     assert replay(journal, SPEC).holds
     assert read_journal(str(file)).steps == journal.steps
 
 
 @given(slot=walks(), data=st.data())
 def test_a_writer_killed_at_any_byte_leaves_a_journal(slot: Slot, data: st.DataObject) -> None:
-    text = "".join(journal_of(slot)).encode()
+    text = "".join(transitions_of(slot)).encode()
     first = text.index(b"\n") + 1
     cut = data.draw(st.integers(first, len(text)))
     journal = read_journal(line.decode() for line in text[:cut].splitlines(keepends=True))
@@ -243,7 +267,7 @@ def test_a_genuine_closed_run_is_proved(slot: Slot) -> None:
 
 
 def test_clean_and_abandoned() -> None:
-    assert str(replay(read_journal(lines_of(WHOLE)), SPEC)) == "proved: 19 transitions, closed, clean"
+    assert str(replay(read_journal(lines_of(WHOLE)), SPEC)) == PROVED
     found = replay(read_journal(lines_of(GIVEN_UP)), SPEC)
     assert (found.holds, found.ending) == (True, "abandoned")
     assert ("model", "abandoned") in found.ended
@@ -309,7 +333,7 @@ def test_a_missing_repeated_or_swapped_line_is_found(number: int) -> None:
 
 
 def test_a_line_after_the_end_is_found() -> None:
-    lines = lines_of(WHOLE)
+    lines = transitions_of(slot_of(SPEC, WHOLE))
     more = edited(lines, len(lines), n=20, event="close", source="closed")[-1]
     found = replay(read_journal([*lines, more]), SPEC)
     assert (found.result, found.line, found.ending) == (Result.REFUTED, 21, "")
@@ -347,7 +371,8 @@ HEADER = {
 def test_one_changed_field_is_never_believed(slot: Slot, data: st.DataObject) -> None:
     """It is refuted at its line or the next, or not readable, or means the same run."""
     spec, lines = slot.lifecycle.spec, journal_of(slot)
-    number = data.draw(st.integers(1, len(lines)), label="line")
+    last = len(lines) - 1  # of the transitions; after it comes the outcome
+    number = data.draw(st.integers(1, last), label="line")
     fields = HEADER if number == 1 else VALUES
     key = data.draw(st.sampled_from(sorted(fields)), label="field")
     value = data.draw(fields[key], label="value")
@@ -358,13 +383,17 @@ def test_one_changed_field_is_never_believed(slot: Slot, data: st.DataObject) ->
         assert refused_at == number
         return
     found = replay(read_journal(lines), spec)
-    if key == "spec_hash" or (key == "kind" and number == len(lines)):
+    if key == "kind" and value == "outcome":
+        assert found.result is Result.REFUTED
+    elif key == "spec_hash" or (key == "kind" and number == last):
         assert found.result is Result.UNDETERMINED
     elif found.result is Result.REFUTED:
         # A time too late, and a line that is no transition any more, show at the line after it.
-        assert found.line == number + (key == "kind" or (key == "t" and value > old))
+        late = key == "kind" or (key == "t" and value > old)
+        assert found.line == number + late
     else:
-        assert found.holds
+        # Another fault may lead through the same phases, but then it is not what the outcome tells of.
+        assert found.holds or (key == "event" and "no transition tells of that" in found.finding)
         assert key == "t" or (key == "event" and means_the_same(slot, number - 2, value))
 
 
@@ -410,6 +439,82 @@ def test_an_empty_run_is_undetermined() -> None:
     assert isinstance(read_journal(lines_of("")), Journal)
 
 
+# The outcome
+
+NICE = WHOLE.replace("update fail", "update updated finish")
+
+
+def told(events: str, *after: str, **changes: object) -> tuple[Result, int, str]:
+    """What is found of a run whose outcome is changed, or that has more lines after it."""
+    slot = slot_of(SPEC, events)
+    found = replay(read_journal([*transitions_of(slot), outcome_of(slot, **changes), *after]), SPEC)
+    return found.result, found.line, found.finding
+
+
+@pytest.mark.parametrize(
+    ("events", "changes", "says"),
+    [
+        (NICE, {"status": "stopped"}, "says 'stopped', but the run did finish"),
+        (
+            NICE.replace("finish", "stop"),
+            {"status": "finished"},
+            "says 'finished', but the run did not fini",
+        ),
+        (WHOLE, {"status": "finished", "error": ""}, "says 'finished', but there was a fault: fail"),
+        (WHOLE, {"status": "stopped", "error": ""}, "says 'stopped', but there was a fault: fail"),
+        (WHOLE, {"error": ""}, "says 'failed' with the error ''"),
+        (NICE, {"error": "ValueError: no"}, "says 'finished' with the error 'ValueError: no'"),
+        (NICE, {"status": "perfect"}, "has the status 'perfect'"),
+        (NICE, {"status": ["finished"]}, "has the status"),
+        (NICE, {"verdict": "abandoned"}, "says 'abandoned', but by the transitions it is 'clean'"),
+        (GIVEN_UP, {"verdict": "clean"}, "says 'clean', but by the transitions it is 'abandoned'"),
+        (NICE, {"verdict": None}, "says None"),
+        (NICE, {"residue": -1}, "has the residue -1"),
+        (NICE, {"residue": "none"}, "has the residue 'none'"),
+    ],
+)
+def test_an_outcome_that_contradicts_the_run_is_refuted(events: str, changes: dict, says: str) -> None:
+    result, line, finding = told(events, **changes)
+    assert (result, line) == (Result.REFUTED, len(events.split()) + 2)
+    assert says in finding
+
+
+@pytest.mark.parametrize(
+    ("events", "changes"),
+    [(NICE, {"status": "failed", "error": "E: no"}), (WHOLE, {"status": "cancelled"})],
+)
+def test_an_outcome_of_which_no_transition_tells_is_undetermined(events: str, changes: dict) -> None:
+    result, _, finding = told(events, **changes)
+    assert result is Result.UNDETERMINED
+    assert "no transition tells of that" in finding
+
+
+def test_a_run_that_closed_without_an_outcome_is_undetermined() -> None:
+    found = replay(read_journal(transitions_of(slot_of(SPEC, NICE))), SPEC)
+    assert found.result is Result.UNDETERMINED
+    assert "its outcome is missing" in found.finding
+
+
+def test_the_outcome_is_the_one_last_line() -> None:
+    slot = slot_of(SPEC, NICE)
+    head, *steps = transitions_of(slot)
+    end = outcome_of(slot)
+    assert told(NICE, record("note", text="3 events are not there", lost=3))[0] is Result.PROVED
+    assert told(NICE, end)[:2] == (Result.REFUTED, 23)
+    assert told(NICE, record("note", text="more"))[:2] == (Result.REFUTED, 23)
+    assert told(NICE, record("report", step=1))[:2] == (Result.REFUTED, 23)
+    early = replay(read_journal([head, *steps[:-1], end, steps[-1]]), SPEC)
+    assert (early.result, early.line) == (Result.REFUTED, 22)
+
+
+def test_the_residue_is_told() -> None:
+    slot = slot_of(SPEC, NICE)
+    for residue, says in ((512, "residue 512 bytes"), (None, "residue unknown")):
+        found = replay(read_journal([*transitions_of(slot), outcome_of(slot, residue=residue)]), SPEC)
+        assert found.holds
+        assert str(found).endswith(f"closed, clean; outcome: finished, {says}")
+
+
 # Without torch
 
 REPLAY = """
@@ -427,4 +532,4 @@ def test_a_replay_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text("".join(lines_of(WHOLE)))
     command = [sys.executable, "-c", REPLAY, str(tmp_path / "run.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "proved: 19 transitions, closed, clean\n"
+    assert done.stdout == f"{PROVED}\n"

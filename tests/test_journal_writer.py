@@ -17,11 +17,10 @@ from torch import nn
 
 from interlock import Engine, Outcome, Task
 from interlock.backends.monitors import CPU
-from interlock.errors import ObserverWarning
+from interlock.errors import JournalError, ObserverWarning
 from interlock.events import Closed, Note, PhaseChanged, Report
 from interlock.journal import JournalWriter, refuse_unwritable
 from interlock.specs import TRAINING, Result, compose, lifecycle
-from interlock.specs.errors import JournalError
 from interlock.specs.journal import path_of, read_journal, replay
 
 SPEC = compose(TRAINING, CPU)
@@ -147,7 +146,13 @@ def test_after_the_run_it_holds_nothing_of_it(tmp_path: Path):
         gc.enable()
     writer(Closed("finished", "clean", 0, "", 7, 1.0))
     writer.on_end(0)
-    assert vars(writer) == {"path": tmp_path / "run.jsonl", "_slot": None, "_written": 7, "_file": None}
+    assert vars(writer) == {
+        "path": tmp_path / "run.jsonl",
+        "_owner": os.getpid(),
+        "_slot": None,
+        "_written": 7,
+        "_file": None,
+    }
     writer.on_end(0)
     writer(Note("too late"))
 
@@ -175,6 +180,40 @@ def test_two_runs_do_not_write_into_one_file(tmp_path: Path):
         JournalWriter(path, fake(), "cpu")
     first.on_end(0)
     assert read_journal(path).header["run"] == "0123456789ab"
+
+
+def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    first = JournalWriter(path, fake(), "cpu")
+    go, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        # As a loader's worker that outlives the run; what it does to its own copy is no end of the run.
+        try:
+            first.on_end(0)
+            os.close(tell)
+            os.read(go, 1)
+        finally:
+            os._exit(0)
+    try:
+        os.close(go)
+        with pytest.raises(JournalError, match="another run is writing it"):
+            JournalWriter(path, fake(), "cpu")
+        first.on_end(0)
+        JournalWriter(path, fake(), "cpu").on_end(0)
+    finally:
+        os.close(tell)
+        os.waitpid(child, 0)
+
+
+def test_there_is_one_outcome(tmp_path: Path):
+    # An interrupt may have a run tell its end twice.
+    writer = JournalWriter(tmp_path / "run.jsonl", fake(BEGINNING), "cpu")
+    for _ in range(2):
+        writer(Closed("finished", "clean", 0, "", 7, 1.0))
+    writer.on_end(0)
+    kinds = [data["kind"] for _, data in read_journal(tmp_path / "run.jsonl").others]
+    assert kinds == ["outcome"]
 
 
 UNWRITABLE = {

@@ -7,7 +7,9 @@ import gc
 import io
 import re
 import sys
+import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,10 +159,11 @@ def test_elsewhere_there_is_a_line_an_epoch(monkeypatch: pytest.MonkeyPatch):
     log = pipe(monkeypatch)
     Engine("cpu", progress=True, report_every=2).fit(task(), batches(), validate=batches(2), epochs=2)
     lines = log.getvalue().splitlines()
-    assert len(lines) == 3
-    assert re.fullmatch(r"interlock: epoch 1/2, step 5/10, [\d.]+ steps/s: loss .*, val_loss .*", lines[0])
-    assert lines[1].startswith("interlock: epoch 2/2, step 10/10, ")
-    assert lines[2].startswith("interlock: finished, clean, 10 steps in ")
+    assert len(lines) == 4
+    assert lines[0] == "interlock: 2 epochs of 5 steps"
+    assert re.fullmatch(r"interlock: epoch 1/2, step 5/10, [\d.]+ steps/s: loss .*, val_loss .*", lines[1])
+    assert lines[2].startswith("interlock: epoch 2/2, step 10/10, ")
+    assert lines[3].startswith("interlock: finished, clean, 10 steps in ")
     assert "\x1b" not in log.getvalue()
 
 
@@ -168,6 +171,7 @@ def test_without_validation_too(monkeypatch: pytest.MonkeyPatch):
     log = pipe(monkeypatch)
     Engine("cpu", progress=True, report_every=2).fit(task(), batches(), epochs=3)
     assert [line[:20] for line in log.getvalue().splitlines()] == [
+        "interlock: 3 epochs ",
         "interlock: epoch 1/3",
         "interlock: epoch 2/3",
         "interlock: epoch 3/3",
@@ -177,10 +181,43 @@ def test_without_validation_too(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_long_epoch_has_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch):
     log = pipe(monkeypatch)
+    progress = Progress(fake(phase="training"), 1)
     monkeypatch.setattr("interlock.progress.EVERY", 0.0)
-    progress = Progress(fake(), 1)
     progress(Report(1000, 0, {"loss": 0.5}, 60.0))
-    assert re.fullmatch(r"interlock: epoch 1/1, step 1000, [\d.]+ steps/s: loss 0.5\n", log.getvalue())
+    progress.stop()
+    line = log.getvalue().splitlines()[1]
+    assert re.fullmatch(r"interlock: epoch 1/1, step 1000, [\d.]+ steps/s: loss 0.5", line)
+
+
+def test_so_does_one_without_any_report(monkeypatch: pytest.MonkeyPatch):
+    log = pipe(monkeypatch)
+    monkeypatch.setattr("interlock.progress.EVERY", 0.01)
+    session = fake(phase="placing")
+    session.position.step = 3
+    progress = Progress(session, 2)
+    end = time.monotonic() + 20
+    while log.getvalue().count("\n") < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    progress.stop()
+    assert log.getvalue().splitlines()[:2] == ["interlock: 2 epochs", "interlock: epoch 1/2, step 3, placing"]
+    assert log.getvalue().count("\n") >= 3
+
+
+def test_the_rate_is_that_of_training(monkeypatch: pytest.MonkeyPatch):
+    pipe(monkeypatch)
+    session = fake()
+    progress = Progress(session, 1)
+    progress.begun -= 100  # so long did it take to get there
+    progress(PhaseChanged(7, "train", "ready", "training", (), (), 98.0))
+    session.position.step = 50
+    assert 20 < progress.rate() <= 25
+    progress.stop()
+
+
+def test_a_stream_that_nobody_reads_ends_no_run(monkeypatch: pytest.MonkeyPatch):
+    log = pipe(monkeypatch)
+    log.close()
+    assert Engine("cpu", progress=True).fit(task(), batches()).ok
 
 
 def test_data_without_a_length_has_no_total(monkeypatch: pytest.MonkeyPatch):
@@ -201,7 +238,31 @@ def test_failure_is_the_last_line(monkeypatch: pytest.MonkeyPatch):
     log = pipe(monkeypatch)
     progress = Progress(fake(), 1)
     progress(Closed("failed", "clean", 0, "ValueError: no", 3, 1.0))
-    assert log.getvalue() == "interlock: failed, clean, 3 steps in 1.0 s: ValueError: no\n"
+    assert log.getvalue().endswith("\ninterlock: failed, clean, 3 steps in 1.0 s: ValueError: no\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        ("ValueError: one\ntwo\nthree", "ValueError: one"),
+        ("KeyboardInterrupt: ", "KeyboardInterrupt"),
+        ("interlock.signals.Terminated: SIGTERM", "SIGTERM"),
+    ],
+)
+def test_of_an_error_one_line_is_enough(monkeypatch: pytest.MonkeyPatch, error: str, says: str):
+    log = pipe(monkeypatch)
+    Progress(fake(), 1)(Closed("cancelled", "clean", 0, error, 3, 1.0))
+    assert log.getvalue().endswith(f" 1.0 s: {says}\n")
+
+
+def test_a_terminal_of_few_colours_shows_the_bar(monkeypatch: pytest.MonkeyPatch):
+    screen = terminal(monkeypatch)
+    monkeypatch.setenv("TERM", "xterm-16color")
+    session = fake(data=SimpleNamespace(train=[1, 2], validate=None))
+    session.position.step = 1
+    Progress(session, 1).stop()
+    assert "\x1b[36m" in screen.getvalue()
+    assert "\x1b[90m" in screen.getvalue()
 
 
 @pytest.mark.parametrize("kind", [True, False])

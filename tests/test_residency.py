@@ -216,7 +216,7 @@ def test_another_shape_or_dtype_is_kept_in_the_same_object(backend: str) -> None
         nonlocal steps
         steps += 1
         if steps == 3:
-            model.body.weight.data = torch.zeros(8, 4, dtype=torch.float64)
+            model.body.weight.data = model.body.weight.detach().double()
             model.body.weight.requires_grad_(True)
             model.seen = model.seen.double()
         return nn.functional.linear(batch[0], model.body.weight.float()).square().mean() + loss_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import UserDict
+from collections.abc import Iterator
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -133,7 +134,19 @@ def test_empty_loaders(backend: str) -> None:
 
 @on_each_backend
 def test_an_iterator_is_used_up(backend: str) -> None:
-    outcome = run(backend, task(), iter(batches(3)), epochs=2)
+    class Stream:
+        """Might start anew when asked for its iterator, and does not."""
+
+        def __init__(self) -> None:
+            self.left = iter(batches(3))
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.left)
+
+        def __next__(self) -> Any:
+            return next(self.left)
+
+    outcome = run(backend, task(), Stream(), epochs=2)
     error = failed(outcome, errors.DataError, "training")
     assert "gave no batch in epoch 2: it is an iterator" in str(error)
     assert "Pass something that starts anew for each epoch" in str(error)
