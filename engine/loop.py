@@ -73,8 +73,7 @@ def train_epoch(
                 losses.append(first_step(batch))
                 first_step = None
         except Exception as error:
-            of_loss = _of_loss(error, count + 1)
-            note_batch(of_loss or error, f"in step {count + 1}", batch)
+            of_loss = explain(error, count + 1, batch)
             if of_loss is not None:
                 raise of_loss from error
             raise
@@ -96,6 +95,22 @@ def train_epoch(
     if losses:
         report(losses)
     return True
+
+
+def explain(error: Exception, step: int, batch: Any) -> LossError | None:
+    """Note on the error of a step on which batch it struck; or what to raise in its place.
+
+    Args:
+        error: What the step raised.
+        step: Its number, from 1.
+        batch: What it was given.
+
+    Returns:
+        The error that says what is wrong with the loss, if that is what made torch fail.
+    """
+    of_loss = _of_loss(error, step)
+    note_batch(of_loss or error, f"in step {step}", batch)
+    return of_loss
 
 
 def _of_loss(error: Exception, step: int) -> LossError | None:
@@ -127,7 +142,7 @@ def note_batch(error: Exception, where: str, batch: Any) -> None:
         where: Such as "in step 7".
         batch: As the loader gave it.
     """
-    if isinstance(error, PlacementError):
+    if issubclass(type(error), PlacementError):
         return  # found at a step, but no matter of its batch
     try:
         text = f"interlock: {where}, on a batch of {describe(batch)}"

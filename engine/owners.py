@@ -83,7 +83,8 @@ def describe_owner(thing: object, until: float = math.inf) -> str:
                 if step is not None and len(above) < BREADTH:
                     above[id(owner)] = (owner, step + path)
         level = above
-        longest = next((path for _, path in level.values() if " in a frame" not in path), longest)
+        outside = (path for one, path in level.values() if not _of_engine(one) and " in a frame" not in path)
+        longest = next(outside, longest)
     return longest.strip() or "an owner that was not found"
 
 
@@ -118,6 +119,12 @@ def locals_of(frame: types.FrameType) -> list[tuple[str, object]]:
         # Before Python 3.13 this is a copy that the frame keeps: a `del` in it would free nothing any more.
         names.clear()
     return found
+
+
+def _of_engine(owner: object) -> bool:
+    """Whether it is a part of the run itself, which lets go of everything at its end."""
+    where = getattr(owner if isinstance(owner, types.FunctionType) else type(owner), "__module__", None)
+    return isinstance(where, str) and where.partition(".")[0] == "interlock"
 
 
 def _local(name: str, frame: types.FrameType) -> str:

@@ -98,6 +98,9 @@ def registered(model: nn.Module) -> Iterator[Slot]:
 
 def lazy(model: nn.Module) -> list[str]:
     """Names of the parameters and buffers that have no shape yet, in lazy modules (`nn.LazyLinear`)."""
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    if not any(isinstance(tensor, UninitializedTensorMixin) for table in tables for tensor in table.values()):
+        return []
     everything = [*model.named_parameters(), *model.named_buffers()]
     return [name for name, tensor in everything if isinstance(tensor, UninitializedTensorMixin)]
 

@@ -21,7 +21,7 @@ from .driver import PATIENCE, Driver, Position
 from .errors import DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
 from .evidence import Errors, raise_again
-from .loop import check_cancel, mean_loss, note_batch, train_epoch
+from .loop import check_cancel, explain, mean_loss, train_epoch
 from .options import Options
 from .outcome import UNKNOWN, Outcome, Residue, StatusName
 from .program import StepProgram
@@ -213,7 +213,9 @@ class Session:
         try:
             loss = step(batch)
         except Exception as error:
-            note_batch(error, f"in step {self.position.step + 1}", batch)
+            of_loss = explain(error, self.position.step + 1, batch)
+            if of_loss is not None:
+                raise of_loss from error
             raise
         self.position.step += 1
         self._losses.append(loss)

@@ -33,7 +33,7 @@ batches = [(torch.ones(2, 2), torch.ones(2, 1))]
 
 outcome: il.Outcome = engine.fit(task, batches, epochs=2)
 spent: dict[str, float] = outcome.phase_seconds
-bytes_left: int = outcome.residue.bytes
+bytes_left: int | None = outcome.residue.bytes
 
 run: il.Run = engine.start(task, batches, validate=batches)
 run.subscribe(print)
