@@ -155,6 +155,12 @@ _CONTEXT = vars(BaseException)["__context__"]
 _MEMBERS = vars(BaseExceptionGroup)["exceptions"]
 
 
+def traceback_of(error: BaseException) -> TracebackType | None:
+    """The traceback of an error, whatever its class makes of that attribute."""
+    trace: TracebackType | None = _TRACEBACK.__get__(error)
+    return trace
+
+
 def graph(error: BaseException, outside: BaseException | None = None) -> Iterator[BaseException]:
     """An exception, its causes, contexts and group members, each once."""
     seen: set[int] = set() if outside is None else {id(outside)}

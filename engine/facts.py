@@ -197,7 +197,11 @@ def as_optimizers(built: Any) -> tuple[Optimizer, ...]:
             f"the task's optimizer function returned {_kinds(built)}; the step drives one optimizer: put "
             "their parameters into groups of one"
         )
-    lacking = [name for name in ("param_groups", "state") if not hasattr(found[0], name)]
+    lacking = []
+    for name in ("param_groups", "state"):
+        # No comprehension: an error in it would keep the optimizer in a closure.
+        if not hasattr(found[0], name):
+            lacking.append(name)  # noqa: PERF401
     if lacking:
         kind = type(found[0]).__name__
         raise TaskError(

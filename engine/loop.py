@@ -19,7 +19,7 @@ from . import facts
 from .batches import describe, size
 from .driver import Position
 from .errors import Cancelled, DataError, LossError, NonFiniteLoss, PlacementError, TaskError
-from .evidence import add_note
+from .evidence import add_note, traceback_of
 from .owners import locals_of
 from .task import USED_UP
 
@@ -119,7 +119,7 @@ def _of_loss(error: Exception, step: int) -> LossError | None:
     The plain step checks no loss, which would cost each step something. So it is looked for here, in the
     frame of the step, as the error's traceback has it.
     """
-    trace = error.__traceback__
+    trace = traceback_of(error)
     try:
         while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<interlock"):
             trace = trace.tb_next

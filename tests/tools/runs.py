@@ -44,13 +44,18 @@ task = il.Task(**parts, epochs=2)
 """
 
 
+TESTS = Path(__file__).resolve().parent.parent
+
+
 def environment(**more: str) -> dict[str, str]:
     """The environment of a child: like ours, without what changes colours and widths.
 
-    One thread: beside other work, several spend their time waiting for each other on such small models.
+    It finds the tools of the tests, as ours does. One thread: beside other work, several spend their time
+    waiting for each other on such small models.
     """
     kept = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS", "HANG")}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+    path = os.pathsep.join([str(TESTS), *filter(None, [kept.get("PYTHONPATH", "")])])
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
 
 
 def command(*words: Any, cwd: Path | None = None, **more: str) -> subprocess.CompletedProcess[str]:
