@@ -33,9 +33,14 @@ def thread(daemon: bool) -> Iterator[None]:
 
 @contextmanager
 def child() -> Iterator[None]:
-    leak = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    yield
-    leak.communicate(b"\n")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as leak:
+        # Between fork and exec it has no command line yet, and would be described in another way.
+        while not Path(f"/proc/{leak.pid}/cmdline").read_bytes():
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            leak.communicate(b"\n")
 
 
 @contextmanager
