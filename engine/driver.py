@@ -148,8 +148,13 @@ class Driver:
 
     def _announce_new(self) -> None:
         while self.announced + 1 < len(self.slot.history):
+            try:
+                self._announce(self.slot.history[self.announced + 1])
+            except Exception:
+                # Told, and a check of it failed. After an interrupt it is told again: observers see it once.
+                self.announced += 1
+                raise
             self.announced += 1
-            self._announce(self.slot.history[self.announced])
 
     def do(self, event: str) -> None:
         """Fire an event, and carry out what it begins, until a phase that is not in flight."""

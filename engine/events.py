@@ -139,6 +139,7 @@ class Subscription:
     _queue: queue.Queue[Event | None] = field(init=False, repr=False)
     _thread: threading.Thread = field(init=False, repr=False)
     _ending: bool = field(default=False, init=False, repr=False)
+    _seen: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         capacity: object = self.capacity  # it comes from anywhere
@@ -169,13 +170,20 @@ class Subscription:
     def _run(self) -> None:
         past, self.past = self.past, ()
         for earlier in past:
-            self._call(self.observer, earlier)
+            self._see(earlier)
         del past
         while (event := self._queue.get()) is not _STOP:
-            self._call(self.observer, event)
+            self._see(event)
             if self._ending and self._queue.empty():
                 break
         self._call(self._end)
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, PhaseChanged):
+            if event.n <= self._seen:
+                return  # told again, since an interrupt landed where it was told
+            self._seen = event.n
+        self._call(self.observer, event)
 
     def _end(self) -> None:
         on_end = getattr(self.observer, "on_end", None)

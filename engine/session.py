@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
+
 from interlock.specs import Entry, Kind, Lifecycle, Status
 
 from .driver import PATIENCE, Driver, Position
@@ -31,7 +33,6 @@ from .task import Data, Task
 from .work import Work
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from interlock.backends.adapter import Adapter
@@ -87,6 +88,8 @@ class Session:
         self._losses: list[torch.Tensor] = []
         """Of the steps that a phase handle has taken since the last report."""
         self._told = False
+        self._gradients = torch.is_grad_enabled()
+        """Whether torch records them where the run is driven from."""
         self._busy = threading.Lock()
         self._driven_by = 0
         """The thread that has it."""
@@ -164,6 +167,7 @@ class Session:
             )
         self._driven_by = threading.get_ident()
         self._outside = sys.exc_info()[1]
+        self._gradients = torch.is_grad_enabled()
         try:
             with self.adapter.session():
                 result = work()
@@ -321,6 +325,8 @@ class Session:
 
     def _leave(self, error: BaseException | None) -> None:
         self._losses = []  # they stand on the device
+        # An interrupt may land in `torch.no_grad` itself, an optimizer's for instance, and leave them off.
+        torch.set_grad_enabled(self._gradients)
         if error is not None:
             self._note_error(error)
         try:
@@ -423,7 +429,7 @@ class Session:
         statuses = zip(self.driver.spec.resources, entry.config.statuses, strict=True)
         held = tuple(name for name, status in statuses if status is not Status.ABSENT)
         at = entry.at - self._begun
-        number = self.driver.announced
+        number = self.driver.announced + 1
         self.bus.publish(PhaseChanged(number, entry.event, entry.source, entry.phase, held, entry.ended, at))
         # Last: a transition whose check fails was taken all the same, and is told of.
         # Not one that the history only catches up with, on the way out: there the error is known.

@@ -109,6 +109,8 @@ from tools.aftermath import (
 from tools.lives import Life, live, without_collector
 
 backend, count, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+# A shell starts what it puts in the background with this signal ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 chance = random.Random(seed)
 life = Life(backend=backend, given=True, observed=True)
 live(life)

@@ -109,6 +109,12 @@ def _name(error: BaseException) -> str:
 
 def nothing_is_left_on_the_device(life: Life, ended: Ended, abandoned: tuple[str, ...]) -> Iterator[str]:
     """By the double's own ledger, while the caller keeps the error; and by what the outcome says."""
+    if life.remembers and "model" in abandoned and isinstance(ended.adapter, ReplacingDouble):
+        # The model still has what it remembers, with the graph of that: then the outcome must say so.
+        outcome = ended.outcome
+        if outcome is not None and outcome.residue.known and outcome.residue.bytes != ended.adapter.allocated:
+            yield f"the outcome says {outcome.residue.bytes} bytes, there are {ended.adapter.allocated}"
+        return
     kept = 0
     if ended.slot is not None and ("model", "transferred") in ended.slot.ended and ended.model is not None:
         kept = _resident(ended.adapter, ended.model)
@@ -137,7 +143,9 @@ def _resident(adapter: Any, model: nn.Module) -> int:
 
 def nothing_of_a_step_is_alive(life: Life, ended: Ended, abandoned: tuple[str, ...]) -> Iterator[str]:
     """Batches, outputs, losses, gradients: dead, although the caller keeps the error."""
-    alive = [tensor for ref in ended.points.seen if (tensor := ref()) is not None]
+    if life.remembers and "model" in abandoned:
+        return  # what the model remembers is alive with it
+    alive = [tensor for ref in ended.points.seen if (tensor := ref()) is not None and tensor.numel()]
     if alive:
         yield f"{len(alive)} tensors of the steps are alive, such as one of shape {list(alive[0].shape)}"
 

@@ -293,9 +293,13 @@ class Life:
 def build(life: Life, points: Points) -> nn.Module:
     """The model function, which passes points of its own."""
     points.at("model", "before")
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
+    # Not `fork_rng`, which is made with contextlib and sets attributes on the errors that pass through.
+    state = torch.get_rng_state()
+    torch.manual_seed(7)
+    try:
         model = Net(life, points)
+    finally:
+        torch.set_rng_state(state)
     points.at("model", "after")
     return model
 
