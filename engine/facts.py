@@ -72,6 +72,31 @@ def holders(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[i
     return found
 
 
+def in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether `check_optimizers` would raise nothing: quicker, since it is asked at each report.
+
+    Args:
+        model: As placed.
+        optimizers: As built.
+    """
+    mine: set[int] = set()
+    due: set[int] = set()
+    modules, seen = [model], {id(model)}
+    for module in modules:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                mine.add(id(parameter))
+                if parameter.requires_grad:
+                    due.add(id(parameter))
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    once = set(held)
+    return len(once) == len(held) and due <= once <= mine
+
+
 def check_optimizers(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -261,8 +286,12 @@ def _kinds(built: Any) -> str:
     return type(built).__name__
 
 
-def check_state(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+def check_state(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
     """Each state tensor of a parameter's shape stands where the parameter stands.
+
+    Args:
+        optimizers: As built, with those that they wrap.
+        model: Whose parameters they hold, for their names.
 
     Raises:
         MisplacedState: Naming the parameters.
@@ -275,6 +304,7 @@ def check_state(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
                 continue  # an optimizer's own book-keeping, which is not a parameter's
             for key, value in state.items():
                 if _misplaced(value, parameter):
+                    names = {id(p): name for name, p in model.named_parameters()}
                     name = names.get(id(parameter), "?")
                     wrong[name] = f"{name} ({key} on {value.device}, the parameter on {parameter.device})"
     if wrong:
@@ -287,9 +317,9 @@ def check_state(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> No
 
 def _misplaced(value: Any, parameter: torch.Tensor) -> bool:
     # A number such as `step` may stand on the host; what has the parameter's shape may not.
-    if not isinstance(value, torch.Tensor) or not value.ndim or value.shape != parameter.shape:
+    if not isinstance(value, torch.Tensor) or value.device == parameter.device:
         return False
-    return value.device != parameter.device
+    return bool(value.ndim) and value.shape == parameter.shape
 
 
 def check_resident(model: nn.Module, went: Collection[str], resident: Callable[[torch.Tensor], bool]) -> None:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
     from .session import Session
 
-FRAMES = 5
+FRAMES = 2.5
 """How often a second the terminal is redrawn. Each time costs about a millisecond of Python."""
+FIRST = 0.1
+"""Seconds before the first frame: a run that is over sooner leaves its last frame, and nothing moves."""
 WINDOW = 5.0
 """The rate is that of the last so many seconds."""
 EVERY = 10.0
@@ -69,7 +71,6 @@ class Progress:
         if self._live is not None:
             # A program that ends in mid-run must not leave a terminal without a cursor.
             atexit.register(self.stop)
-            self._live.start(refresh=True)
         else:
             steps = f" of {_many(self.per_epoch, 'step')}" if self.per_epoch else ""
             self._line(f"{_many(epochs, 'epoch')}{steps}")
@@ -107,13 +108,19 @@ class Progress:
             drawer.join()
         if live is not None:
             atexit.unregister(self.stop)
-            live.stop()
+            if live.is_started:
+                live.stop()
+            else:
+                live.console.print(self.render())  # a run that was over before the first frame
 
     def _draw(self) -> None:
         # Not rich's own thread, which nobody waits for.
         live = self._live
-        while live is not None and not self._over.wait(1 / FRAMES):
-            live.refresh()
+        while live is not None and not self._over.wait(1 / FRAMES if live.is_started else FIRST):
+            if live.is_started:
+                live.refresh()
+            else:
+                live.start(refresh=True)
 
     def _remind(self) -> None:
         """A line where no report came for so long that nobody knows whether the run goes on."""

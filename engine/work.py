@@ -79,6 +79,8 @@ class Work:
         self._registry: Registry | None = None
         self._known: dict[int, str] | None = None
         """id -> name of the parameters when the optimizer was built."""
+        self._family: list[Optimizer] = []
+        """The optimizers, with those that they wrap."""
         self._step: Step | None = None
         self._first: Step | None = None
         self._generated: list[Any] = []
@@ -185,6 +187,7 @@ class Work:
         self._say = _nothing
         self.model = self.scheduler = self.batches = None
         self.optimizers = ()
+        self._family = []
         self._task = self._registry = self._step = self._first = None
         self._let_go_of_steps()
 
@@ -233,10 +236,12 @@ class Work:
         model, registry = self.placed()
         self.optimizers = facts.as_optimizers(self._todo().optimizer(model))
         registry.optimizers = list(self.optimizers)
+        self._family = family(self.optimizers)
         try:
             self.check("when the optimizer was built")
         except BaseException:
             self.optimizers = ()  # refused: it is no part of the outcome
+            self._family = []
             raise
         (optimizer,) = self.optimizers
         self._known = {id(p): name for name, p in model.named_parameters()}
@@ -308,10 +313,10 @@ class Work:
         """
         model, registry = self.placed()
         if self.optimizers:
-            names = registry.original_names()
-            facts.check_optimizers(model, self.optimizers, names, when=when, known=self._known)
-            holders = family(self.optimizers)
-            facts.check_state(holders, {id(p): name for name, p in model.named_parameters()})
+            if self._known is None or not facts.in_order(model, self.optimizers):
+                names = registry.original_names()
+                facts.check_optimizers(model, self.optimizers, names, when=when, known=self._known)
+            facts.check_state(self._family, model)
         if registry.went:
             facts.check_resident(model, registry.went, self._adapter.resident)
         facts.check_ties(model, registry.ties)

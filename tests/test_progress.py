@@ -83,10 +83,32 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
 
 
+def until_drawn(screen: Stream) -> None:
+    """Wait for the first frame, which hides the cursor."""
+    end = time.monotonic() + 20
+    while HIDE not in screen.getvalue():
+        assert time.monotonic() < end, "nothing was drawn"
+        time.sleep(0.005)
+
+
+def test_a_run_that_is_over_before_the_first_frame_leaves_one_line(monkeypatch: pytest.MonkeyPatch):
+    screen = terminal(monkeypatch)
+    monkeypatch.setattr("interlock.progress.FIRST", 60.0)
+    assert Engine("cpu", progress=True).fit(task(), batches()).ok
+    (line,) = plain(screen.getvalue()).splitlines()
+    assert re.search(r"epoch 1/1  step 5/5  finished  0:00  loss [\d.]+", line)
+    assert HIDE not in screen.getvalue()
+
+
 def test_a_terminal_shows_a_bar_and_is_given_back(monkeypatch: pytest.MonkeyPatch):
     screen = terminal(monkeypatch)
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        until_drawn(screen)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
     outcome = Engine("cpu", progress=True, report_every=2).fit(
-        task(), batches(), validate=batches(2), epochs=2
+        task(loss=loss), batches(), validate=batches(2), epochs=2
     )
     assert outcome.ok
     assert outcome.notes == tuple(note for note in outcome.notes if "observer" not in note)
@@ -103,6 +125,7 @@ def test_it_is_given_back_on_every_end(monkeypatch: pytest.MonkeyPatch, error: t
     screen = terminal(monkeypatch)
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        until_drawn(screen)
         raise error("on purpose")
 
     with pytest.raises(error, match="on purpose"):
@@ -114,6 +137,7 @@ def test_it_is_given_back_on_every_end(monkeypatch: pytest.MonkeyPatch, error: t
 def test_also_when_the_last_event_never_came(monkeypatch: pytest.MonkeyPatch):
     screen = terminal(monkeypatch)
     progress = Progress(fake(), 1)
+    until_drawn(screen)
     assert SHOW not in screen.getvalue()
     progress.on_end(3)
     progress.stop()
@@ -125,6 +149,7 @@ def test_also_when_the_program_ends_in_the_middle(monkeypatch: pytest.MonkeyPatc
     last_words: list[Any] = []
     monkeypatch.setattr(atexit, "register", last_words.append)
     Progress(fake(), 1)
+    until_drawn(screen)
     (stop,) = last_words
     stop()
     assert screen.getvalue().endswith(SHOW)
@@ -134,6 +159,7 @@ def test_another_phase_than_training_is_named(monkeypatch: pytest.MonkeyPatch):
     screen = terminal(monkeypatch)
     session = fake(data=None)
     progress = Progress(session, 3)
+    until_drawn(screen)
     progress(PhaseChanged(1, "train", "ready", "training", (), (), 0.0))
     session.position.step = 7
     progress._live.refresh()
@@ -149,6 +175,7 @@ def test_what_the_task_prints_is_left_alone_where_it_goes_to_a_file(monkeypatch:
     out = Stream(False)
     monkeypatch.setattr(sys, "stdout", out)
     progress = Progress(fake(), 1)
+    until_drawn(screen)
     print("a result")
     progress.stop()
     assert out.getvalue() == "a result\n"
