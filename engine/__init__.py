@@ -19,15 +19,22 @@ if TYPE_CHECKING:
     from .engine import Engine
     from .events import Closed, Note, PhaseChanged, Report, Subscription
     from .evidence import Failure
+    from .hand import Stepper
     from .handles import Created, Placed, Ready, Training
     from .outcome import Outcome, Residue
     from .run import Run, Snapshot
+    from .steps.accumulate import Accumulate
+    from .steps.clip import ClipNorm
+    from .steps.option import Option
+    from .steps.precision import Precision
     from .task import Data, Task
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "Accumulate": "interlock.steps.accumulate",
     "Adapter": "interlock.backends.adapter",
+    "ClipNorm": "interlock.steps.clip",
     "Closed": "interlock.events",
     "Created": "interlock.handles",
     "Data": "interlock.task",
@@ -36,15 +43,18 @@ _LAZY = {
     "IllegalTransition": "interlock.specs.errors",
     "InterlockError": "interlock.specs.errors",
     "Note": "interlock.events",
+    "Option": "interlock.steps.option",
     "Outcome": "interlock.outcome",
     "PhaseChanged": "interlock.events",
     "Placed": "interlock.handles",
+    "Precision": "interlock.steps.precision",
     "Ready": "interlock.handles",
     "Report": "interlock.events",
     "Residue": "interlock.outcome",
     "Run": "interlock.run",
     "Snapshot": "interlock.run",
     "SpecError": "interlock.specs.errors",
+    "Stepper": "interlock.hand",
     "Subscription": "interlock.events",
     "Task": "interlock.task",
     "Training": "interlock.handles",
@@ -54,7 +64,9 @@ _LAZY = {
 
 
 __all__ = [
+    "Accumulate",
     "Adapter",
+    "ClipNorm",
     "Closed",
     "Created",
     "Data",
@@ -63,15 +75,18 @@ __all__ = [
     "IllegalTransition",
     "InterlockError",
     "Note",
+    "Option",
     "Outcome",
     "PhaseChanged",
     "Placed",
+    "Precision",
     "Ready",
     "Report",
     "Residue",
     "Run",
     "Snapshot",
     "SpecError",
+    "Stepper",
     "Subscription",
     "Task",
     "Training",

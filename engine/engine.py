@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from interlock.backends.adapter import Adapter
 from interlock.backends.registry import adapter_class
+from interlock.specs import Monitor
 
 from .errors import TaskError
 from .events import Bus, Observer
@@ -78,7 +79,6 @@ class Engine:
         self._observers = tuple(observers)
         self._progress = progress
         self._journal = journal
-        self._programs: dict[bool, StepProgram] = {}
 
     def fit(
         self,
@@ -162,8 +162,7 @@ class Engine:
         if data is not None:
             refuse_used_up(data, rounds)
         adapter = self._class() if self._adapter is None else self._adapter
-        every_step = task.scheduler is not None and task.scheduler_every == "step"
-        program = self._program(every_step)
+        program = self._program(task)
         bus = Bus()
         session = Session(task, data, rounds, adapter, self.life, program, self._options, bus)
         self._observe(session, rounds)
@@ -171,11 +170,14 @@ class Engine:
             session._notes.append("metrics were never computed: no validation data")
         return session
 
-    def _program(self, schedule: bool) -> StepProgram:
-        """The step program, generated and proved once per engine."""
-        if schedule not in self._programs:
-            self._programs[schedule] = step_program(self._class.monitor, schedule=schedule)
-        return self._programs[schedule]
+    def _program(self, task: Task) -> StepProgram | None:
+        """The step program of a task, proved; `None` where its step is written by hand."""
+        if task.step is not None:
+            return None
+        monitor = self._class.monitor
+        if task.options:
+            return step_program(monitor, schedule=task.schedules_steps, options=task.options)
+        return _plain_program(monitor, task.schedules_steps)
 
     def _observe(self, session: Session, epochs: int) -> None:
         """Subscribe the engine's own observers, then the user's; if one cannot be made, none stays."""
@@ -194,6 +196,18 @@ class Engine:
         except BaseException:
             bus.finish(1.0)
             raise
+
+
+_plain: dict[tuple[int, bool], tuple[Monitor, StepProgram]] = {}
+"""Programs without options; each keeps its monitor alive, and so its id."""
+
+
+def _plain_program(monitor: Monitor, schedule: bool) -> StepProgram:
+    """The program without options, proved once per process."""
+    key = id(monitor), schedule
+    if key not in _plain:
+        _plain[key] = monitor, step_program(monitor, schedule=schedule)
+    return _plain[key][1]
 
 
 def _check_numbers(every: Any, deadline: Any) -> None:

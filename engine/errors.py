@@ -56,6 +56,10 @@ class Cancelled(InterlockError):
     """The run was cancelled; raised by `result()`, never inside user code."""
 
 
+class DirectUpdate(InterlockError):
+    """In a hand-written step, an optimizer's `step` was called past the step handle."""
+
+
 class DeadlinePassed(InterlockError):
     """A backend call did not return in time; the resource was abandoned.
 
@@ -200,6 +204,7 @@ __all__ = [
     "Cancelled",
     "DataError",
     "DeadlinePassed",
+    "DirectUpdate",
     "DrawingError",
     "DuplicateParameter",
     "EvaluationModeWarning",

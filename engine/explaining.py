@@ -14,6 +14,9 @@ from .program import explain, step_program
 from .proof import proved
 from .task import Task
 
+_BY_HAND = """\
+program   the step is written by hand: each call through its handle is checked while it runs, against the
+          step protocol of the backend"""
 _WIDTH = 104
 WISHES = frozenset[str]()
 """A run with the default exit policy has no wish."""
@@ -24,8 +27,11 @@ def run_explain(options: Namespace) -> int:
     adapter = adapter_class(options.backend)
     monitor = adapter.monitor
     with task_from(options.task) as task:
-        every_step = task.scheduler is not None and task.scheduler_every == "step"
-        program = step_program(monitor, schedule=every_step)
+        program = (
+            step_program(monitor, schedule=task.schedules_steps, options=task.options)
+            if task.step is None
+            else None
+        )
         life = proved(monitor)
         spec = life.spec
         say(f"task      {task.name}: {', '.join(_parts(task))}")
@@ -38,7 +44,7 @@ def run_explain(options: Namespace) -> int:
         say("          a fault anywhere leads to failed, interrupted or device_lost, and from there by the")
         say("          exit table to closed: `interlock graph` draws it")
         say()
-        say(explain(program))
+        say(explain(program) if program else _BY_HAND)
     return 0
 
 

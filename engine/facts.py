@@ -8,7 +8,6 @@ undeclared change in mid-run is found at the next of these, not at once.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,10 +31,8 @@ from .errors import (
     PlacementError,
     ReplacedParameter,
     StaleParameter,
-    TaskError,
     UnusedParameterWarning,
 )
-from .task import parameters_of
 
 _HOW = (
     "build it in the task's `optimizer` function, from the model that is passed in: "
@@ -196,94 +193,6 @@ def _copied(held: Mapping[int, tuple[torch.Tensor, str]], foreign: Any, model: n
         else:
             return []
     return names
-
-
-def as_optimizers(built: Any) -> tuple[Optimizer, ...]:
-    """What an optimizer function returned, as a tuple of one optimizer.
-
-    Args:
-        built: Anything.
-
-    Returns:
-        One optimizer; a tuple, since the step protocol allows for several.
-
-    Raises:
-        TaskError: It is something else, several, or one whose update needs a closure.
-    """
-    found = tuple(built) if isinstance(built, (list, tuple)) else (built,)
-    bad = [o for o in found if not isinstance(o, Optimizer)]
-    if bad or not found:
-        what = "None: is a `return` missing?" if built is None else _kinds(built)
-        raise TaskError(
-            f"the task's optimizer function must return a torch.optim.Optimizer, and returned {what}"
-        )
-    if len(found) > 1:
-        raise TaskError(
-            f"the task's optimizer function returned {_kinds(built)}; the step drives one optimizer: put "
-            "their parameters into groups of one"
-        )
-    lacking = []
-    for name in ("param_groups", "state"):
-        # No comprehension: an error in it would keep the optimizer in a closure.
-        if not hasattr(found[0], name):
-            lacking.append(name)  # noqa: PERF401
-    if lacking:
-        kind = type(found[0]).__name__
-        raise TaskError(
-            f"the task's optimizer function returned a {kind} without {' and '.join(lacking)}: its __init__ "
-            "must call `super().__init__(params, defaults)`"
-        )
-    needed = required(found[0].step)
-    if needed:
-        raise TaskError(
-            f"{type(found[0]).__name__}.step() needs {', '.join(needed)}: it evaluates the loss several "
-            "times for one update, and the step takes one forward and one backward pass; use another "
-            "optimizer"
-        )
-    return found
-
-
-def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """A scheduler moves the learning rate of this very optimizer, and needs nothing to do so.
-
-    Args:
-        scheduler: What the task's scheduler function returned.
-        optimizer: What it was given.
-
-    Raises:
-        TaskError: It is no scheduler, one of another optimizer, or one that needs a metric.
-    """
-    if not callable(getattr(scheduler, "step", None)) or isinstance(scheduler, Optimizer):
-        what = "None: is a `return` missing?" if scheduler is None else type(scheduler).__name__
-        raise TaskError(
-            f"the task's scheduler function must return a learning rate scheduler, and returned {what}"
-        )
-    theirs = getattr(scheduler, "optimizer", optimizer)
-    if theirs is not optimizer:
-        raise TaskError(
-            "the scheduler moves the learning rate of another optimizer: build it from the one that the "
-            "task's `scheduler` function is given"
-        )
-    needed = required(scheduler.step)
-    if needed:
-        raise TaskError(
-            f"{type(scheduler).__name__}.step() needs {', '.join(needed)}, which is not known where "
-            "schedulers move; use one that follows the number of steps or epochs"
-        )
-
-
-def required(function: Any) -> list[str]:
-    """The names of the arguments without which a function cannot be called."""
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = parameters_of(function).values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in kinds]
-
-
-def _kinds(built: Any) -> str:
-    """The types of what was returned: `Adam`, `[Adam, SGD]`."""
-    if isinstance(built, (list, tuple)):
-        return f"[{', '.join(type(one).__name__ for one in built)}]"
-    return type(built).__name__
 
 
 def check_state(optimizers: Sequence[Optimizer], model: nn.Module) -> None:

@@ -36,7 +36,7 @@ def check_cancel(position: Position) -> None:
 def train_epoch(
     batches: Iterable[Any],
     step: Step,
-    first_step: Step | None,
+    first_step: Callable[[], Step | None],
     position: Position,
     report_every: int,
     report: Callable[[list[torch.Tensor]], None],
@@ -46,7 +46,7 @@ def train_epoch(
     Args:
         batches: Iterated once.
         step: Takes a batch, returns its detached loss.
-        first_step: Used in place of `step` for the first batch (the one that checks).
+        first_step: The step to take instead, which also checks, as long as it returns one.
         position: Kept up to date.
         report_every: Steps between two calls of `report`.
         report: Gets the detached losses since the last report.
@@ -61,17 +61,18 @@ def train_epoch(
         Exception: Whatever the step raised, with a note that describes the batch.
     """
     losses: list[torch.Tensor] = []
+    first = first_step()
     count = begun = position.step
     due = count + report_every
     position.doing, position.since = "loader", time.monotonic()
     for batch in batches:
         position.doing = "step"
         try:  # costs nothing while nothing is raised
-            if first_step is None:
+            if first is None:
                 losses.append(step(batch))
             else:
-                losses.append(first_step(batch))
-                first_step = None
+                losses.append(first(batch))
+                first = first_step()
         except Exception as error:
             of_loss = explain(error, count + 1, batch)
             if of_loss is not None:
@@ -95,6 +96,30 @@ def train_epoch(
     if losses:
         report(losses)
     return True
+
+
+def windows(batches: Iterable[Any], window: int) -> Iterable[Any]:
+    """The batches as a step takes them: themselves, or lists of `window`; the last list has what is left."""
+    if window == 1:
+        return batches
+    return _Windows(batches, window)
+
+
+class _Windows:
+    """Lists of batches. It keeps the type's name of what it goes over in messages: see `_no_batch`."""
+
+    def __init__(self, batches: Iterable[Any], window: int) -> None:
+        self.batches, self.window = batches, window
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        found: list[Any] = []
+        for batch in self.batches:
+            found.append(batch)
+            if len(found) == self.window:
+                yield found
+                found = []
+        if found:
+            yield found
 
 
 def explain(error: Exception, step: int, batch: Any) -> LossError | None:
@@ -153,6 +178,7 @@ def note_batch(error: Exception, where: str, batch: Any) -> None:
 
 def _no_batch(kind: str, batches: Any, epoch: int) -> DataError:
     """The error for data that gave no batch, saying why as far as that can be seen."""
+    batches = batches.batches if isinstance(batches, _Windows) else batches
     told = f"the {kind} data, a {type(batches).__name__}, gave no batch in epoch {epoch + 1}"
     if isinstance(batches, Iterator):
         return DataError(f"{told}: {USED_UP}")
@@ -187,7 +213,7 @@ def mean_loss(losses: list[torch.Tensor], first_step: int, check: bool = True) -
 def evaluate(
     model: nn.Module,
     batches: Iterable[Any],
-    loss: Callable[[Any], torch.Tensor],
+    loss: Callable[[Any], torch.Tensor] | None,
     metrics: Callable[[Any], Mapping[str, Any]] | None,
     move: Callable[[Any], Any],
     samples: Callable[[Any], int] | None,
@@ -201,7 +227,7 @@ def evaluate(
     Args:
         model: On the device.
         batches: Iterated once.
-        loss: Of a batch that is on the device.
+        loss: Of a batch that is on the device, or `None`.
         metrics: Of a batch that is on the device, or `None`.
         move: Takes a batch to the device.
         samples: The size of a batch, or `None` for the length of its first tensor.
@@ -229,7 +255,8 @@ def evaluate(
                 try:
                     here = move(batch)
                     weight = _weight(samples(batch) if samples else size(batch))
-                    means.add("loss", loss(here), weight)
+                    if loss is not None:
+                        means.add("loss", loss(here), weight)
                     for name, value in _named(metrics(here) if metrics else {}):
                         means.add(name, value, weight)
                 except Exception as error:

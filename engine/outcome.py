@@ -61,8 +61,9 @@ class Outcome:
         abandoned: Resources that could not be given back properly; empty for a clean end.
         model: The trained model (the task's own object where it gave one), on the host unless the
             exit policy is `keep`; `None` if there never was one or it was discarded.
-        optimizer: The optimizer, its state on the host, bound to the model's parameters; `None` if
-            there never was one, or the model is not at home (exit policies `keep` and `discard`).
+        optimizers: The optimizers by name ("optimizer" if there is one only), their state on the host, bound
+            to the model's parameters; none if there never was one, or the model is not at home (exit
+            policies `keep` and `discard`).
         error: The exception that ended the run: the first one, the same object.
         failure: The same as text.
         errors: Later errors, from cleaning up, in order.
@@ -79,7 +80,7 @@ class Outcome:
     status: StatusName
     abandoned: tuple[str, ...] = ()
     model: nn.Module | None = None
-    optimizer: Optimizer | None = None
+    optimizers: Mapping[str, Optimizer] = field(default_factory=dict)
     error: BaseException | None = None
     failure: Failure | None = None
     errors: tuple[Failure, ...] = ()
@@ -91,6 +92,11 @@ class Outcome:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     spec_hash: str = ""
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, if there is exactly one."""
+        return next(iter(self.optimizers.values())) if len(self.optimizers) == 1 else None
 
     @property
     def ok(self) -> bool:

@@ -4,136 +4,32 @@
 step protocol of this backend, reads the events back from the generated source and compares, and only
 then hands out a `StepProgram`, whose `bind` makes the function that runs.
 
-An option is one subclass of `Option`, from anywhere: it says what it is called, which events and names
-it brings, and weaves its lines into the program. Whether that was right is decided by the proof.
+The options themselves are in `interlock.steps`, one a file, and may come from anywhere: `Option` says what
+one is. Whether it was woven in rightly is decided by the proof.
 """
 
 from __future__ import annotations
 
 import hashlib
 import linecache
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
 from typing import Any, Protocol, TypeAlias
 
-from .extraction import FLAG, HELPERS, PARAMETER, ExtractionError, extract, read
+from .extraction import FLAG, HELPERS, PARAMETER, ExtractionError, read
 from .specs.compose import Monitor
 from .specs.expressions import Expression, difference, events_of
 from .specs.inclusion import StepVerdict, prove
-from .specs.model import Automaton
 from .specs.protocol import step_protocol
-from .weaving import (
-    Block,
-    Branch,
-    Line,
-    Loop,
-    ProgramError,
-    after,
-    before,
-    expression_of,
-    fired,
-    instead,
-    render,
-    span,
-)
-
-__all__ = [
-    "Block",
-    "Branch",
-    "Line",
-    "Loop",
-    "Move",
-    "Option",
-    "ProgramError",
-    "Recorder",
-    "Schedule",
-    "Step",
-    "StepProgram",
-    "UpdateFlag",
-    "after",
-    "before",
-    "explain",
-    "extract",
-    "instead",
-    "span",
-    "step_program",
-]
+from .steps.option import Option
+from .steps.schedule import Schedule
+from .steps.sync import Sync
+from .weaving import Block, Line, ProgramError, expression_of, render
 
 Step: TypeAlias = Callable[[Any], Any]
 """Takes one batch, returns the detached loss."""
-
-
-class Option(ABC):
-    """One thing that a step may do besides the plain one. Subclass it; class attributes will do.
-
-    Attributes:
-        name: Unique among the options of a program.
-        events: The step events that its lines fire.
-        bindings: The names that its lines use and that `bind` has to be given, with their meaning. A
-            name that is called and is no event must be a *helper* that fires none.
-        conflicts: Name of another option -> why the two do not go together.
-        follows: Names of the options that must be woven before this one, where they are present.
-        automata: When events of its own, which the step protocol does not know, are legal; inside
-            an update they never are.
-    """
-
-    name: str
-    events: tuple[str, ...] = ()
-    bindings: Mapping[str, str] = {}
-    conflicts: Mapping[str, str] = {}
-    follows: frozenset[str] = frozenset()
-    automata: tuple[Automaton, ...] = ()
-
-    @abstractmethod
-    def weave(self, program: Block) -> Block:
-        """The program with this option in it. See `before`, `after`, `instead`, `span`."""
-
-
-class Schedule(Option):
-    """The learning rate schedulers follow each update."""
-
-    name = "schedule"
-    events = ("schedule",)
-    bindings: Mapping[str, str] = {"schedule": "schedule(): one step of each learning rate scheduler"}
-
-    def weave(self, program: Block) -> Block:
-        """Puts it after the update."""
-        return after(program, "updated", Line("schedule()", ("schedule",), "the update was a real one"))
-
-
-class Move(Option):
-    """Each batch is moved to the device inside the step. Where the loader moves them, leave it out."""
-
-    name = "move"
-    events = ("move",)
-    bindings: Mapping[str, str] = {"move": "move(batch) -> the batch on the device"}
-
-    def weave(self, program: Block) -> Block:
-        """Puts it before each forward."""
-        return before(program, "forward", Line("batch = move(batch)", ("move",)))
-
-
-class _Sync(Option):
-    """Added last where the monitor's step automata speak of `sync`."""
-
-    name = "sync"
-    events = ("sync",)
-    bindings: Mapping[str, str] = {"sync": "sync(): wait for queued work, or cut the traced graph and run it"}
-    _HOST_ONLY = frozenset({"zero", "move", "schedule", "skip"})
-
-    def weave(self, program: Block) -> Block:
-        """Puts it after the last work on the device: in each loop's body, and in the program itself."""
-        sync = Line("sync()", ("sync",), "this micro-batch's program ends here")
-        inner = tuple(
-            Loop(node.name, node.values, self.weave(node.body), node.why) if isinstance(node, Loop) else node
-            for node in program
-        )
-        working = [i for i, node in enumerate(inner) if fired(node) - self._HOST_ONLY]
-        cut = working[-1] + 1 if working else 0
-        return (*inner[:cut], sync, *inner[cut:]) if working else inner
 
 
 _PLAIN: Block = (
@@ -275,7 +171,7 @@ def step_program(monitor: Monitor, *, schedule: bool = False, options: Sequence[
     what = f"the step program for '{monitor.name}'"
     chosen = [*([Schedule()] if schedule else []), *options]
     if any("sync" in automaton.alphabet for automaton in monitor.step):
-        chosen.append(_Sync())
+        chosen.append(Sync())
     _refuse(what, _clashes(chosen))
     chosen = _ordered(what, chosen)
     block = _woven(what, chosen)

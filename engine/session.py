@@ -23,7 +23,7 @@ from .driver import PATIENCE, Driver, Position
 from .errors import DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
 from .evidence import Errors, raise_again
-from .loop import check_cancel, explain, mean_loss, train_epoch
+from .loop import check_cancel, explain, mean_loss, train_epoch, windows
 from .options import Options
 from .outcome import UNKNOWN, Outcome, Residue, StatusName
 from .program import StepProgram
@@ -55,7 +55,7 @@ class Session:
         epochs: How often.
         adapter: Where.
         life: The lifecycle of that backend, proved.
-        program: The step, proved for that backend.
+        program: The step, proved for that backend; `None` where the task's is written by hand.
         options: How.
         bus: Whom to tell.
     """
@@ -67,7 +67,7 @@ class Session:
         epochs: int,
         adapter: Adapter,
         life: Lifecycle,
-        program: StepProgram,
+        program: StepProgram | None,
         options: Options,
         bus: Bus,
     ) -> None:
@@ -126,9 +126,9 @@ class Session:
         for epoch in range(self._epochs):
             self.position.epoch = epoch
             go_on = train_epoch(
-                data.train,
-                self._work.step(),
-                self._work.first_step(),
+                windows(data.train, self.task.window),
+                self._work.stepping.step(),
+                self._work.stepping.first,
                 self.position,
                 self.options.report_every,
                 self._report,
@@ -136,10 +136,9 @@ class Session:
             if not go_on:
                 self.end("stop")
                 return
-            if self._work.scheduler is not None and self.task.scheduler_every == "epoch":
-                self._work.scheduler.step()
             if data.validate is not None:
                 self.validate(data.validate)
+            self._work.end_of_epoch(self._metrics)
             if self.position.request == "stop" and epoch + 1 < self._epochs:
                 self.end("stop")
                 return
@@ -213,7 +212,7 @@ class Session:
 
     def step_once(self, batch: Any) -> torch.Tensor:
         """One step outside of the engine's loop: the detached loss."""
-        step = self._work.first_step() or self._work.step()
+        step = self._work.stepping.first() or self._work.stepping.step()
         try:
             loss = step(batch)
         except Exception as error:
@@ -395,7 +394,7 @@ class Session:
             abandoned=abandoned,
             model=None if discarded else work.model,
             # With `keep` its state came home, while the parameters stay: it could not go on.
-            optimizer=work.optimizers[0] if work.optimizers and self.options.exit == "offload" else None,
+            optimizers=dict(work.named) if self.options.exit == "offload" else {},
             residue=residue,
             history=tuple(slot.history),
             metrics=dict(self._metrics),
@@ -445,7 +444,7 @@ class Session:
         if losses:
             first = self.position.step - len(losses) + 1
             check = self.options.nonfinite == "error"
-            self._publish_report({"loss": mean_loss(losses, first, check)})
+            self._publish_report({"loss": mean_loss(losses, first, check), **self._work.stepping.metrics()})
 
     def _publish_report(self, metrics: dict[str, float]) -> None:
         self._metrics.update(metrics)

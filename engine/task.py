@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+    from .hand import Stepper
+    from .steps.option import Option
+
     Batch = Any
     ModelSource = nn.Module | Callable[[], nn.Module]
-    OptimizerFactory = Callable[[nn.Module], Optimizer]
-    SchedulerFactory = Callable[[Optimizer], LRScheduler]
+    OptimizerFactory = Callable[[nn.Module], Optimizer | Mapping[str, Optimizer]]
+    SchedulerFactory = Callable[[Any], LRScheduler | Mapping[str, LRScheduler]]
     LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
+    StepFunction = Callable[[Stepper, Batch], torch.Tensor | Mapping[str, Any]]
     MetricFunction = Callable[[nn.Module, Batch], Mapping[str, torch.Tensor | float]]
 
 
@@ -51,6 +55,13 @@ class Task:
             samples.
         scheduler: A function from the optimizer to a learning-rate scheduler.
         scheduler_every: When the scheduler moves: after each `step` (an update) or `epoch`.
+        scheduler_metric: What a scheduler follows that needs a metric (`ReduceLROnPlateau`), such as
+            "val_loss"; by default the loss in validation, or in training where there is no validation.
+        options: What a step does besides the plain one: `Accumulate(4)`, `ClipNorm(1.0)`,
+            `Precision("bf16")`, or options of your own.
+        step: A function from a step handle and a batch to the loss (or a mapping with "loss" in it): a
+            training step that is written by hand, each call checked. See `interlock.Stepper`. The
+            optimizer function may return several optimizers then, by name.
         data: A function without arguments that returns `Data` (or a pair, or just the training
             batches); called when none is passed to `fit`, as on the command line.
         epochs: How many epochs to train if `fit` is not told.
@@ -68,6 +79,9 @@ class Task:
     metrics: MetricFunction | None = None
     scheduler: SchedulerFactory | None = None
     scheduler_every: Literal["step", "epoch"] = "step"
+    scheduler_metric: str | None = None
+    options: Sequence[Option] = ()
+    step: StepFunction | None = None
     data: Callable[[], Any] | None = None
     epochs: int = 1
     batch_size: Callable[[Any], int] | None = None
@@ -117,12 +131,40 @@ class Task:
     def _wrong_settings(self) -> Iterator[str]:
         epochs: Any = self.epochs
         name: Any = self.name
+        metric: Any = self.scheduler_metric
+        given: Any = self.options
+        if not isinstance(given, (list, tuple)):
+            yield f"options is {_kind(given)}: pass a list of step options, such as [ClipNorm(1.0)]"
+            given = ()
+        for option in given:
+            if not _is_a(option, "interlock.steps.option.Option"):
+                yield (
+                    f"options has {_kind(option)} in it: pass objects such as `Accumulate(4)`, or of a class "
+                    "of your own that derives from `interlock.Option`"
+                )
+        if self.step is not None and given:
+            yield (
+                "options are woven into the engine's own step, and the step is written by hand: do the same "
+                "there (`step.clip(...)`), or leave `step` out"
+            )
+        if metric is not None and not isinstance(metric, str):
+            yield f"scheduler_metric is {_kind(metric)}: pass the name of a metric, such as 'val_loss'"
         if self.scheduler_every not in ("step", "epoch"):
             yield f"scheduler_every is {self.scheduler_every!r}: pass 'step' or 'epoch'"
         if not isinstance(epochs, int) or isinstance(epochs, bool) or epochs < 1:
             yield f"epochs is {epochs!r}: pass a whole number of at least 1"
         if not isinstance(name, str):
             yield f"name is {_kind(name)}: pass a string"
+
+    @property
+    def window(self) -> int:
+        """How many batches a step takes."""
+        return max((option.window for option in self.options), default=1)
+
+    @property
+    def schedules_steps(self) -> bool:
+        """Whether the engine's own step moves a scheduler."""
+        return self.scheduler is not None and self.scheduler_every == "step" and self.step is None
 
     def load(self) -> Data:
         """Call `data` and give its result the shape of `Data`.
@@ -163,6 +205,7 @@ _FUNCTIONS = {
     "loss": ("model and batch to a scalar tensor", "model", "batch"),
     "metrics": ("model and batch to named scalars", "model", "batch"),
     "scheduler": ("the optimizer to a learning rate scheduler", "optimizer"),
+    "step": ("a step handle and a batch to the loss", "step", "batch"),
     "data": ("nothing to batches",),
     "batch_size": ("a batch to its number of samples", "batch"),
 }

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,12 +19,15 @@ from torch.optim import Optimizer
 
 from interlock.backends.adapter import Adapter
 from interlock.specs import Spec
+from interlock.specs.protocol import step_protocol
 
-from . import facts
-from .batches import convert, held
+from . import facts, wiring
+from .batches import convert, held, size
 from .deadline import bounded
 from .driver import Position
 from .errors import TaskError
+from .fused import fuse
+from .hand import Hand
 from .loop import check_cancel, evaluate
 from .options import Options
 from .outcome import UNKNOWN, Residue
@@ -32,9 +35,9 @@ from .owners import with_owners
 from .program import StepProgram
 from .release import Release, ReleaseStack
 from .residency import Registry, claim, family, lazy, slots, unclaim
+from .stepping import Stepping
+from .steps.option import Parts
 from .task import Task
-
-Step = Callable[[Any], torch.Tensor]
 
 
 class Work:
@@ -43,7 +46,7 @@ class Work:
     Args:
         task: What to train.
         adapter: Where.
-        program: The step, proved for that backend.
+        program: The step, proved for that backend; `None` where the task's is written by hand.
         options: How.
         position: Shared with loop and driver.
         stack: What releases are carried out from.
@@ -54,7 +57,7 @@ class Work:
         self,
         task: Task,
         adapter: Adapter,
-        program: StepProgram,
+        program: StepProgram | None,
         options: Options,
         position: Position,
         stack: ReleaseStack,
@@ -62,18 +65,21 @@ class Work:
     ) -> None:
         self.model: nn.Module | None = None
         self.optimizers: tuple[Optimizer, ...] = ()
-        self.scheduler: Any = None
+        self.named: dict[str, Optimizer] = {}
+        """The optimizers, by name."""
+        self.schedulers: dict[str, Any] = {}
+        """By the name of their optimizer."""
         self.residue: Residue | None = None
         self.validation: dict[str, float] = {}
         self.batches: Any = None
         """What the next validation goes over."""
         self._task: Task | None = task
         self._adapter = adapter
-        self._program = program
+        self.stepping = Stepping(self, program, position, options.nonfinite)
         self._options = options
         self._position = position
         self._stack = stack
-        self._say = say
+        self.say = say
         self._token = object()
         """Stands for this run where models are claimed, and holds nothing of it."""
         self._registry: Registry | None = None
@@ -81,9 +87,6 @@ class Work:
         """id -> name of the parameters when the optimizer was built."""
         self._family: list[Optimizer] = []
         """The optimizers, with those that they wrap."""
-        self._step: Step | None = None
-        self._first: Step | None = None
-        self._generated: list[Any] = []
 
     # -- for the driver -----------------------------------------------------------------------
 
@@ -184,11 +187,12 @@ class Work:
     def let_go(self) -> None:
         """Drop every reference to the parts of the run."""
         unclaim(self._token)
-        self._say = _nothing
-        self.model = self.scheduler = self.batches = None
+        self.say = _nothing
+        self.model = self.batches = None
         self.optimizers = ()
         self._family = []
-        self._task = self._registry = self._step = self._first = None
+        self.named = {}
+        self._task = self._registry = None
         self._let_go_of_steps()
 
     def _todo(self) -> Task:
@@ -197,10 +201,9 @@ class Work:
         return self._task
 
     def _let_go_of_steps(self) -> None:
-        self._step = self._first = None
-        while self._generated:
-            # Frames of these functions may stand in an error's traceback, and keep their globals.
-            self._generated.pop().__globals__.clear()
+        # A scheduler has learning rates of its own, which may be tensors on the device; the step holds it.
+        self.schedulers = {}
+        self.stepping.let_go()
 
     # -- the phases -----------------------------------------------------------------------------
 
@@ -234,39 +237,89 @@ class Work:
     def _optimize(self) -> None:
         check_cancel(self._position)
         model, registry = self.placed()
-        self.optimizers = facts.as_optimizers(self._todo().optimizer(model))
+        task = self._todo()
+        self.named = wiring.as_optimizers(task.optimizer(model), by_hand=task.step is not None)
+        self.optimizers = tuple(self.named.values())
         registry.optimizers = list(self.optimizers)
         self._family = family(self.optimizers)
         try:
             self.check("when the optimizer was built")
         except BaseException:
-            self.optimizers = ()  # refused: it is no part of the outcome
-            self._family = []
+            self.optimizers, self.named, self._family = (), {}, []  # refused: no part of the outcome
             raise
-        (optimizer,) = self.optimizers
+        for optimizer in self.optimizers:
+            fuse(optimizer)
         self._known = {id(p): name for name, p in model.named_parameters()}
-        make_scheduler = self._todo().scheduler
-        if make_scheduler is not None:
-            self.scheduler = make_scheduler(optimizer)
-            facts.check_scheduler(self.scheduler, optimizer)
-        self._step, self._first = self._bind(optimizer)
+        if task.scheduler is not None:
+            given = self.named if len(self.named) > 1 else self.optimizers[0]
+            self.schedulers = wiring.as_schedulers(task.scheduler(given), self.named, task.scheduler_every)
+        self._begin_stepping(task, model)
+
+    def _begin_stepping(self, task: Task, model: nn.Module) -> None:
+        """Make the step over what has just been built."""
+        if task.step is not None:
+            protocol = step_protocol(self._adapter.monitor)
+            hand = Hand(
+                task.step,
+                self.named,
+                self.schedulers,
+                protocol,
+                self._position,
+                self.placed_model,
+                self._move,
+            )
+            self.stepping.begin_by_hand(hand, self.optimizers)
+            return
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        parts = Parts(model, self.optimizers[0], task.batch_size or size, device)
+        loss_of, move = self._loss_of(), self._move
+        forward = (lambda batch: loss_of(move(batch))) if self._adapter.copies else loss_of
+        more = {"schedule": self._schedule} if task.schedules_steps else {}
+        self.stepping.begin(parts, tuple(task.options), forward, more)
+
+    def _schedule(self) -> None:
+        for scheduler in self.schedulers.values():
+            scheduler.step()
+
+    def end_of_epoch(self, metrics: Mapping[str, float]) -> None:
+        """Move the schedulers that move after each epoch.
+
+        Args:
+            metrics: The last ones, for a scheduler that follows one.
+
+        Raises:
+            TaskError: The metric that it follows was not reported.
+        """
+        task = self._todo()
+        if task.scheduler_every != "epoch":
+            return
+        for scheduler in self.schedulers.values():
+            scheduler.step(*self._followed(task, metrics) if wiring.required(scheduler.step) else ())
+
+    def _followed(self, task: Task, metrics: Mapping[str, float]) -> tuple[float]:
+        name = task.scheduler_metric or ("val_loss" if "val_loss" in metrics else "loss")
+        if name not in metrics:
+            raise TaskError(
+                f"the scheduler follows '{name}', which was not reported in this epoch; there are "
+                f"{facts.some(metrics)}: name one of them as `scheduler_metric`"
+            )
+        return (metrics[name],)
 
     def _validate(self) -> None:
         model, _ = self.placed()
         metrics = self._todo().metrics
+        around = self.stepping.in_evaluation
         self.validation = evaluate(
             model,
             self.batches,
-            self._loss_of(),
-            (lambda batch: metrics(self.placed()[0], batch)) if metrics else None,
+            around(self._loss_of()) if self._computes_loss() else None,
+            around(lambda batch: metrics(self.placed()[0], batch)) if metrics else None,
             self._move,
             self._todo().batch_size,
             self._position,
         )
 
     def _drop(self) -> None:
-        # A scheduler has learning rates of its own, which may be tensors on the device; the step holds it.
-        self.scheduler = None
         self._let_go_of_steps()
         self._stack.release("optimizer")
 
@@ -302,6 +355,10 @@ class Work:
             raise TaskError("there is no placed model yet")
         return self.model, self._registry
 
+    def placed_model(self) -> nn.Module:
+        """The model, on its device."""
+        return self.placed()[0]
+
     def check(self, when: str) -> None:
         """Observe that the optimizer holds what trains, its state stands right, and ties are ties.
 
@@ -321,21 +378,6 @@ class Work:
             facts.check_resident(model, registry.went, self._adapter.resident)
         facts.check_ties(model, registry.ties)
 
-    def step(self) -> Step:
-        """The step that trains.
-
-        Raises:
-            TaskError: There is none before the optimizer is built.
-        """
-        if self._step is None:
-            raise TaskError("there is no step before the optimizer is built")
-        return self._step
-
-    def first_step(self) -> Step | None:
-        """The step that also checks; only for the first call."""
-        first, self._first = self._first, None
-        return first
-
     # A frame keeps its function, also once it is cleared, and the function what it closes over. The frames
     # of these functions may stand in an error's traceback: so they close over `self`, which lets go of
     # everything at the end, and neither over the model nor over the optimizer.
@@ -344,53 +386,12 @@ class Work:
         loss: Callable[[Any, Any], Any] = self._todo().loss or loss_of_output
         return lambda batch: loss(self.model, batch)
 
+    def _computes_loss(self) -> bool:
+        """Whether the loss of a batch is known outside of a step: one that is written by hand may hide it."""
+        return self._todo().step is None or self._todo().loss is not None
+
     def _move(self, batch: Any) -> Any:
         return convert(batch, self._adapter.move)
-
-    def _bind(self, optimizer: Optimizer) -> tuple[Step, Step]:
-        """The step, and the first step: the same program with checks bound into it."""
-        loss_of, move = self._loss_of(), self._move
-        forward = (lambda batch: loss_of(move(batch))) if self._adapter.copies else loss_of
-        backward = cast("Callable[[torch.Tensor], None]", torch.Tensor.backward)
-        bindings: dict[str, Any] = {
-            "zero": optimizer.zero_grad,
-            "forward": forward,
-            "backward": backward,
-            "apply": optimizer.step,
-            "at": self._position,
-            "detach": torch.Tensor.detach,
-        }
-        if self.scheduler is not None and self._todo().scheduler_every == "step":
-            bindings["schedule"] = self.scheduler.step
-
-        def checked_forward(batch: Any) -> torch.Tensor:
-            loss: torch.Tensor = forward(batch)  # type: ignore[no-untyped-call]
-            facts.check_loss(loss)
-            if self._options.nonfinite == "error":
-                facts.check_finite(loss, self._position.step + 1)
-            return loss
-
-        def checked_backward(loss: torch.Tensor) -> None:
-            backward(loss)
-            self.check("in the first step")  # before gradients: of a replaced parameter there is none
-            got, trainable = facts.check_gradients(self.placed()[0], self.optimizers)
-            self._say(f"{got} of {trainable} parameters received a gradient in the first step")
-
-        checked = self._program.bind(**{**bindings, "forward": checked_forward, "backward": checked_backward})
-
-        def first(batch: Any) -> torch.Tensor:
-            self.check("before the first step")
-            model, _ = self.placed()
-            facts.check_mode(model)
-            before = facts.fingerprints(model)
-            loss: torch.Tensor = checked(batch)
-            did, looked_at = facts.changed(before, model)
-            self._say(f"{did} of {looked_at} parameters changed in the first update")
-            return loss
-
-        plain = self._program.bind(**bindings)
-        self._generated = [plain, checked]
-        return plain, first
 
 
 def _load_compiler() -> None:

@@ -40,7 +40,7 @@ def test_type_checkers_are_told_the_same_names() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'Trainer'; it has Adapter, Closed"):
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'; it has Accumulate, Adapter"):
         _ = interlock.Trainer
 
 

@@ -39,6 +39,7 @@ from torch.optim import SGD
 import interlock as il
 from interlock import errors, facts
 from interlock.backends.double import ReplacingDouble
+from interlock.fused import fuse
 from interlock.options import Options
 
 on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -370,13 +371,14 @@ def unchecked(*arguments: Any, **named: Any) -> Any:
     if arguments and isinstance(arguments[0], nn.Module):
         return (1, 1)
     made = arguments[0] if arguments else None
-    return tuple(made) if isinstance(made, (list, tuple)) else (made,)
+    return dict(enumerate(made)) if isinstance(made, (list, tuple)) else {"optimizer": made}
 
 
 @pytest.mark.parametrize(("backend", "wrong"), CASES)
 def test_without_its_check_it_is_not(backend: str, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: a check that does nothing. So the refusal above is that check's."""
-    monkeypatch.setattr(f"interlock.facts.{wrong.check}", unchecked)
+    module = "facts" if hasattr(facts, wrong.check) else "wiring"
+    monkeypatch.setattr(f"interlock.{module}.{wrong.check}", unchecked)
     monkeypatch.setattr("interlock.owners.SECONDS", 0.0)  # what is left then, and why, is no matter here
     outcome = run(backend, task(**wrong.changes()))
     found = type(outcome.error) is wrong.error and wrong.says in str(outcome.error)
@@ -821,7 +823,8 @@ def train_by_hand(
     every: str = "step",
     loss: Any = loss_of,
 ) -> list[float]:
-    """The loop that everybody writes; returns the losses."""
+    """The loop that everybody writes, with the optimizer in the form that the engine takes; the losses."""
+    fuse(optimizer)
     losses = []
     for _ in range(epochs):
         for batch in data:
@@ -952,17 +955,18 @@ def test_the_comparison_finds_a_step_that_does_not_do_all(
     """The planted fault: an engine whose step leaves something out, or does it twice."""
     from interlock.work import Work
 
-    bind = Work._bind
+    begin = Work._begin_stepping
 
-    def wrong(self: Work, optimizer: Any) -> Any:
+    def wrong(self: Work, *arguments: Any) -> Any:
+        (optimizer,) = self.optimizers
         right = getattr(optimizer, method)
         setattr(optimizer, method, (lambda: None) if method == "zero_grad" else (lambda: (right(), right())))
         try:
-            return bind(self, optimizer)
+            return begin(self, *arguments)
         finally:
             delattr(optimizer, method)
 
-    monkeypatch.setattr(Work, "_bind", wrong)
+    monkeypatch.setattr(Work, "_begin_stepping", wrong)
     with pytest.raises(AssertionError):
         compare_with_by_hand("cpu", sgd)
 

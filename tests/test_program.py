@@ -17,28 +17,27 @@ from torch import nn
 from torch.nn import functional as F
 
 from interlock.backends.monitors import CPU, MONITORS, XLA
-from interlock.extraction import ExtractionError
-from interlock.program import (
-    Branch,
-    Line,
-    Loop,
-    Move,
-    Option,
-    ProgramError,
-    Schedule,
-    after,
-    before,
-    explain,
-    extract,
-    instead,
-    span,
-    step_program,
-)
+from interlock.extraction import ExtractionError, extract
+from interlock.program import explain, step_program
 from interlock.specs import Automaton, IllegalTransition, SpecError
 from interlock.specs.expressions import difference
 from interlock.specs.inclusion import prove
 from interlock.specs.protocol import step_protocol
-from interlock.weaving import expression_of, render
+from interlock.steps.move import Move
+from interlock.steps.option import Option
+from interlock.steps.schedule import Schedule
+from interlock.weaving import (
+    Branch,
+    Line,
+    Loop,
+    ProgramError,
+    after,
+    before,
+    expression_of,
+    instead,
+    render,
+    span,
+)
 
 PLAIN = "zero forward backward update apply updated"
 

@@ -38,6 +38,7 @@ import interlock as il
 from interlock import errors, owners, residency
 from interlock.backends.cpu import CpuAdapter
 from interlock.backends.double import ReplacingDouble
+from interlock.fused import fuse
 from interlock.owners import describe_owner
 from interlock.residency import Registry, rebind, slots
 
@@ -70,6 +71,7 @@ class Many(nn.Module):
 
 
 def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+    fuse(optimizer)  # as the engine does
     for batch in data:
         optimizer.zero_grad()
         loss_of(model, batch).backward()

@@ -1,0 +1,223 @@
+"""The step of one run: made from the program or written by hand, and what its options hold.
+
+The first steps are the same program with checks bound into it, until there has been an update; from then
+on the plain one runs. Nothing here asks in which phase the run is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from . import facts
+from .driver import Position
+from .errors import TaskError
+from .hand import Hand
+from .options import Nonfinite
+from .program import StepProgram
+from .steps.option import Option, Parts, Running, Stateful
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+Step = Callable[[Any], torch.Tensor]
+Call = Callable[..., Any]
+
+
+class Observer(Protocol):
+    """What a step needs of the run around it."""
+
+    def check(self, when: str) -> None:
+        """Observe the facts; raises what is wrong with them."""
+
+    def say(self, text: str) -> None:
+        """Take an observation worth reading."""
+
+    def placed_model(self) -> nn.Module:
+        """The model, on its device."""
+
+
+class Stepping:
+    """The step of one run, once its optimizer is built.
+
+    Args:
+        run: Of which it is the step.
+        program: Proved; `None` for a step that is written by hand.
+        position: Shared with loop and driver.
+        nonfinite: What a loss is that is NaN or infinite.
+    """
+
+    def __init__(
+        self, run: Observer, program: StepProgram | None, position: Position, nonfinite: Nonfinite
+    ) -> None:
+        self._run: Observer | None = run
+        self._program = program
+        self._position = position
+        self._nonfinite = nonfinite
+        self._optimizers: tuple[Optimizer, ...] = ()
+        self._parts: Parts | None = None
+        self._running: list[Running] = []
+        self._hand: Hand | None = None
+        self._plain: Step | None = None
+        self._checked: Step | None = None
+        self._generated: list[Any] = []
+        self._updated = False
+
+    # -- what the loop asks for -----------------------------------------------------------------
+
+    def step(self) -> Step:
+        """The step that trains.
+
+        Raises:
+            TaskError: There is none before the optimizer is built.
+        """
+        if self._plain is None:
+            raise TaskError("there is no step before the optimizer is built")
+        return self._plain
+
+    def first(self) -> Step | None:
+        """The step that also checks, as long as there was no update."""
+        return None if self._updated or self._checked is None else self._first
+
+    def metrics(self) -> dict[str, float]:
+        """What options and a hand-written step add to a report."""
+        found: dict[str, float] = {}
+        for running in self._running:
+            if running.metrics is not None:
+                found.update(running.metrics())
+        return found
+
+    def state(self) -> dict[str, Stateful]:
+        """Name -> what a checkpoint takes along."""
+        return {name: part for running in self._running for name, part in running.state.items()}
+
+    def in_evaluation(self, call: Call) -> Call:
+        """A function of a batch as it is called in evaluation: under autocast, for instance."""
+        for running in self._running:
+            if running.evaluation is not None:
+                call = running.evaluation(call)
+        return call
+
+    # -- making it ------------------------------------------------------------------------------
+
+    def begin(
+        self, parts: Parts, options: tuple[Option, ...], forward: Call, more: Mapping[str, Any]
+    ) -> None:
+        """Make the step from the proved program.
+
+        Args:
+            parts: Of the run; kept here, and emptied at the end.
+            options: Those of the program.
+            forward: Takes a batch of the host to the loss.
+            more: Values for names of the program that are the run's own: `schedule`, `sync`.
+
+        Raises:
+            TaskError: An option does not give the names that it declared.
+        """
+        if self._program is None:
+            raise TaskError("there is no step program: the step is written by hand")
+        self._parts = parts
+        self._optimizers = (parts.optimizer,)
+        bindings: dict[str, Any] = {
+            "zero": parts.optimizer.zero_grad,
+            "backward": cast("Callable[[torch.Tensor], None]", torch.Tensor.backward),
+            "apply": parts.optimizer.step,
+            "at": self._position,
+            "detach": torch.Tensor.detach,
+            **more,
+        }
+        for option in options:
+            running = option.begin(parts)
+            self._running.append(running)
+            bindings.update(running.bindings)
+            forward = running.forward(forward) if running.forward is not None else forward
+        bindings["forward"] = forward
+        self._plain = self._program.bind(**bindings)
+        checks = {"forward": self._with_checks(forward), "at": _Checkpoint(self)}
+        self._checked = self._program.bind(**{**bindings, **checks})
+        self._generated = [self._plain, self._checked]
+
+    def begin_by_hand(self, hand: Hand, optimizers: tuple[Optimizer, ...]) -> None:
+        """Take a step that is written by hand."""
+        self._hand = hand
+        self._optimizers = optimizers
+        self._running.append(Running(metrics=hand.metrics))
+        self._plain = hand.step
+        self._checked = hand.step
+        hand.before_update = self._before_update
+
+    def _with_checks(self, forward: Call) -> Call:
+        def checked_forward(batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = forward(batch)
+            facts.check_loss(loss)
+            if self._nonfinite == "error":
+                facts.check_finite(loss, self._position.step + 1)
+            return loss
+
+        return checked_forward
+
+    def _before_update(self) -> None:
+        """Once, before the first update: of a replaced parameter there is no gradient."""
+        run = self._observed()
+        run.check("in the first step")
+        got, trainable = facts.check_gradients(run.placed_model(), self._optimizers)
+        run.say(f"{got} of {trainable} parameters received a gradient in the first step")
+        self._updated = True
+        if self._hand is not None:
+            self._hand.before_update = None
+
+    def _first(self, batch: Any) -> torch.Tensor:
+        run, checked = self._observed(), self._checked
+        if checked is None:
+            raise TaskError("there is no step before the optimizer is built")
+        run.check("before the first step")
+        model = run.placed_model()
+        facts.check_mode(model)
+        before = facts.fingerprints(model)
+        loss: torch.Tensor = checked(batch)
+        if self._updated:
+            did, looked_at = facts.changed(before, model)
+            run.say(f"{did} of {looked_at} parameters changed in the first update")
+        return loss
+
+    def _observed(self) -> Observer:
+        if self._run is None:
+            raise TaskError("the run is closed, and has let go of its step")
+        return self._run
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def let_go(self) -> None:
+        """Hold nothing any more: frames of the step may stand in an error's traceback, with all they hold."""
+        self._plain = self._checked = self._run = None
+        self._running = []
+        self._optimizers = ()
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.__dict__.clear()
+        hand, self._hand = self._hand, None
+        if hand is not None:
+            hand.let_go()
+        while self._generated:
+            self._generated.pop().__globals__.clear()
+
+
+class _Checkpoint:
+    """Stands for the position in the checked program: looks at the gradients before the first update."""
+
+    def __init__(self, stepping: Stepping) -> None:
+        self._stepping = stepping
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is going on."""
+        return self._stepping._position.updating
+
+    @updating.setter
+    def updating(self, value: bool) -> None:
+        if value:
+            self._stepping._before_update()
+        self._stepping._position.updating = value

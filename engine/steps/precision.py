@@ -1,0 +1,169 @@
+"""Mixed precision: `bf16` by autocast, `fp16` by autocast and loss scaling.
+
+Parameters, gradients and the optimizer's state stay in single precision; the forward pass computes in
+half precision where torch holds that to be safe (`torch.autocast`). In fp16 small gradients vanish, so
+losses are scaled and gradients unscaled again (`torch.amp.GradScaler`): where the scale was too large for
+a window, its update is *skipped*, which is an event of the step program. The scheduler moves after real
+updates only, and skipped ones are counted and reported as `skipped_updates`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+from interlock.errors import TaskError
+from interlock.weaving import Block, Branch, Line, before, instead, span
+
+from .option import Option, Parts, Running
+
+Halves = Literal["bf16", "fp16"]
+
+
+class Precision(Option):
+    """The forward pass in half precision.
+
+    Args:
+        dtype: `bf16`, or `fp16` with loss scaling.
+        init_scale: fp16: the scale of the first step; it halves where gradients overflow, and doubles
+            after `growth_interval` updates without.
+        growth_interval: fp16: updates in a row.
+
+    Raises:
+        TaskError: No such precision, or a scale that is no positive number.
+    """
+
+    def __init__(self, dtype: Halves, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
+        if dtype not in get_args(Halves):
+            raise TaskError(
+                f"Precision must be one of {', '.join(map(repr, get_args(Halves)))}, got {dtype!r}; leave "
+                "it out for single precision"
+            )
+        if not init_scale > 0 or not growth_interval > 0:
+            raise TaskError(
+                "Precision's init_scale and growth_interval must be above 0, got "
+                f"{init_scale!r} and {growth_interval!r}"
+            )
+        self.dtype = dtype
+        self.init_scale = float(init_scale)
+        self.growth_interval = growth_interval
+        self.scales = dtype == "fp16"
+        self.name = "scale" if self.scales else "precision"
+        self.events = ("scale", "unscale", "skip") if self.scales else ()
+        self.bindings = _SCALER if self.scales else {}
+        self.follows = frozenset({"schedule"})
+        self.conflicts = {"precision": "one precision is enough", "scale": "one precision is enough"}
+
+    def __repr__(self) -> str:
+        return f"Precision({self.dtype!r})"
+
+    def weave(self, program: Block) -> Block:
+        """In fp16: scales each loss, unscales before the update, and gives it up where that overflowed.
+
+        Args:
+            program: The plain step, with the options woven before.
+
+        Returns:
+            The program with this option in it.
+        """
+        if not self.scales:
+            return program
+        program = instead(program, "backward", Line("backward(scale(loss))", ("scale", "backward")))
+        program = before(program, "update", Line("unscale()", ("unscale",), "true gradients from here on"))
+        start, update, rest = span(program, "update", "updated")
+        real = Branch(
+            "finite()",
+            (*update, *rest),
+            (Line("skip()", ("skip",), "the scale was too large: no update, and counted"),),
+        )
+        return (*start, real, Line("rescale()", (), "for the next window"))
+
+    def begin(self, parts: Parts) -> Running:
+        """Autocast around the forward pass; in fp16 a scaler beside it.
+
+        Args:
+            parts: Of the run.
+
+        Returns:
+            Values for the names of its lines.
+        """
+        import torch
+
+        half = torch.float16 if self.scales else torch.bfloat16
+
+        def around(call: Callable[..., Any]) -> Callable[..., Any]:
+            context = torch.autocast(parts.device, half)
+
+            def autocast(*arguments: Any) -> Any:
+                with context:
+                    return call(*arguments)
+
+            return autocast
+
+        if not self.scales:
+            return Running(forward=around, evaluation=around)
+        scaling = _Scaling(parts, self.init_scale, self.growth_interval)
+        return Running(
+            {
+                "scale": scaling.scale,
+                "unscale": scaling.unscale,
+                "finite": scaling.finite,
+                "skip": scaling.skip,
+                "rescale": scaling.rescale,
+            },
+            forward=around,
+            evaluation=around,
+            metrics=scaling.report,
+            state={"scaler": scaling},
+        )
+
+
+_SCALER: Mapping[str, str] = {
+    "scale": "scale(loss) -> the loss, scaled",
+    "unscale": "unscale(): divide the gradients by the scale",
+    "finite": "finite() -> whether all gradients were finite then",
+    "skip": "skip(): count an update that was given up",
+    "rescale": "rescale(): halve the scale after an overflow, double it after many windows without",
+}
+
+
+class _Scaling:
+    """The scaler of one run."""
+
+    def __init__(self, parts: Parts, init_scale: float, growth_interval: int) -> None:
+        import torch
+
+        self._parts = parts
+        self._scaler: Any = torch.amp.GradScaler(
+            parts.device, init_scale=init_scale, growth_interval=growth_interval
+        )
+        self.skipped = 0
+
+    def scale(self, loss: Any) -> Any:
+        return self._scaler.scale(loss)
+
+    def unscale(self) -> None:
+        self._scaler.unscale_(self._parts.optimizer)
+
+    def finite(self) -> bool:
+        # What `GradScaler.step` asks too, inside. Asked here, so that skipping is an event of the program.
+        found = self._scaler._found_inf_per_device(self._parts.optimizer)
+        return not any(one.item() for one in found.values())
+
+    def skip(self) -> None:
+        self.skipped += 1
+
+    def rescale(self) -> None:
+        self._scaler.update()
+
+    def report(self) -> dict[str, float]:
+        return {"scale": self._scaler.get_scale(), "skipped_updates": float(self.skipped)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale, its growth, and how many updates were skipped."""
+        return {"scaler": self._scaler.state_dict(), "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned."""
+        self._scaler.load_state_dict(state["scaler"])
+        self.skipped = state["skipped"]
