@@ -23,7 +23,7 @@ SOURCES := $(sort $(shell find engine backends specs -type f -not -path '*/__pyc
 MADE    := $(VENV)/stamps# a removed .venv takes them along
 WHEEL   := dist/.built
 
-.PHONY: help demo test check unit nightly bench bench-peers constraints clean install install-demo FORCE
+.PHONY: help demo test check unit nightly test-cuda bench bench-peers constraints clean install install-demo FORCE
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,9 @@ unit: install ## the tests, on the installed wheel; documents and their examples
 nightly: install ## the long tier; its figures go to docs/evidence/nightly.md
 	INTERLOCK_PROFILE=nightly $(BIN)/pytest -m "nightly or not nightly" -o timeout=1800 \
 	    --evidence docs/evidence/nightly.md $(ARGS)
+
+test-cuda: install ## what needs an NVIDIA GPU, under ten minutes; without one it says so and runs nothing
+	$(BIN)/python tests/tools/cuda_check.py $(ARGS)
 
 bench: install ## the benchmarks
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -55,9 +55,10 @@ _SYNC = (
 def _synchronised(name: str, *dirtying: str) -> Automaton:
     """Whatever moves home does so after a synchronisation was at least tried since the last work.
 
-    Errors of queued work surface there, under their own name, and not as a failed copy.
+    Errors of queued work surface there, under their own name, and not as a failed copy. A run that
+    waits has nothing queued either: whoever looks at it then sees a device at rest.
     """
-    moving = ("drop", "keep", "discard", "home", "suspend")
+    moving = ("drop", "keep", "discard", "home", "suspend", "pause")
     moves = {("queued", event): "queued" for event in dirtying}
     moves |= {("settled", event): "queued" for event in dirtying}
     moves |= {("queued", "sync"): "settled"}

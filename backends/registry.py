@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from interlock.specs import Monitor, UnknownName
 
 from .monitors import MONITORS
+from .mps_monitor import MPS
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -22,12 +23,14 @@ GROUP = "interlock.backends"
 
 BUILT_IN = {
     "cpu": "interlock.backends.cpu:CpuAdapter",
+    "cuda": "interlock.backends.cuda:CudaAdapter",
+    "mps": "interlock.backends.mps:MpsAdapter",
     "double": "interlock.backends.double:ReplacingDouble",
 }
 """Adapters that exist today; the other monitors in `MONITORS` are specified and proved only."""
 
-AUTO = ("cpu",)
-"""What `auto` tries, best first."""
+AUTO = ("cuda", "cpu")
+"""What `auto` tries, best first. Not `mps`: it has no float64, so what trains on the CPU may fail there."""
 
 
 def names() -> tuple[str, ...]:
@@ -53,6 +56,8 @@ def adapter_class(name: str) -> type[Adapter]:
             loaded: type[Adapter] = point.load()
             return loaded
     hint = f"'{name}' has a monitor, so it can be checked and drawn, but no adapter yet." * (name in MONITORS)
+    if name.startswith("cuda:"):
+        hint = "For one of several set CUDA_VISIBLE_DEVICES, or pass interlock.backends.cuda.CudaAdapter(1)."
     raise UnknownName("backend", name, ("auto", *names()), hint)
 
 
@@ -66,6 +71,8 @@ def monitor(name: str) -> Monitor:
         return adapter_class(name).monitor
     if name in MONITORS:
         return MONITORS[name]
+    if name == "mps":
+        return MPS
     if name == "double":
         return MONITORS["cuda"]
     raise UnknownName("backend", name, {*MONITORS, *names()})

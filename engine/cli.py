@@ -175,6 +175,12 @@ def _fit(this: ArgumentParser) -> None:
     this.add_argument("task", metavar=_TASK, help="what to train: a Task, or a function that returns one")
     this.add_argument("--backend", default="auto", metavar="B", help="where to train (default: auto)")
     this.add_argument("--epochs", type=_count, metavar="N", help="how often (default: as the task says)")
+    this.add_argument("--max-steps", type=_count, metavar="N", help="end after N steps, as finished")
+    this.add_argument("--max-time", type=_seconds, metavar="S", help="stop after S seconds")
+    this.add_argument("--limit-batches", type=_count, metavar="N", help="use N batches of each pass only")
+    this.add_argument(
+        "--overfit", type=_count, metavar="N", help="train on the first N batches only: can it learn them?"
+    )
     this.add_argument("--journal", type=Path, metavar="F", help="write the run's journal to F, as JSON lines")
     this.add_argument(
         "--drawing",

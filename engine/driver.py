@@ -7,6 +7,7 @@ continuation table has a row, the next event comes from there; after a fault it 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 
 from interlock.specs import Entry, Kind, Lifecycle, Slot
@@ -19,6 +20,10 @@ PATIENCE = 16
 it cannot happen; if it does, an endless loop would be the worse answer."""
 
 
+WAITS = ("pause", "suspend")
+"""Requests that are events of the spec, and hold until another one comes."""
+
+
 class Position:
     """Where the loop is, written by the step's generated code and by requests, read at a fault.
 
@@ -27,11 +32,13 @@ class Position:
         step: Steps that are complete.
         epoch: The present epoch, from 0.
         doing: What the run's thread was last seen to begin: "loader", "step", ...
-        request: What another thread asked for: "", "stop" or "cancel".
+        request: What another thread asked for: "", "stop", "cancel", "pause" or "suspend"; or what the
+            run's own thread found: "finish".
+        changed: Set when the request changed, for a run that waits.
         cancellation: The error raised for `cancel`, so that one from another run is told apart.
     """
 
-    __slots__ = ("cancellation", "doing", "epoch", "request", "since", "step", "updating")
+    __slots__ = ("cancellation", "changed", "doing", "epoch", "request", "since", "step", "updating")
 
     def __init__(self) -> None:
         self.updating = False
@@ -40,7 +47,13 @@ class Position:
         self.doing = ""
         self.since = 0.0
         self.request = ""
+        self.changed = threading.Event()
         self.cancellation: BaseException | None = None
+
+    def ask(self, request: str) -> None:
+        """Let the run know what is wanted, also if it waits."""
+        self.request = request
+        self.changed.set()
 
 
 class Driver:
@@ -162,6 +175,19 @@ class Driver:
         while (phase := self.spec.phase[self.phase]).kind is Kind.FLIGHT:
             self._actions[phase.name]()
             self.fire(phase.done)
+
+    def reach(self, event: str) -> None:
+        """As `do`, after the operation that this backend needs first, if there is one.
+
+        Raises:
+            IllegalTransition: The event is not legal, and no operation makes it so.
+        """
+        self._catch_up()
+        if event not in self.slot.legal:
+            first = self.slot.lifecycle.detour(self.slot.config, event)
+            if first is not None:
+                self.do(first)
+        self.do(event)
 
     def advance(self, until: str) -> None:
         """Follow the continuation table to a phase.

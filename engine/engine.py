@@ -6,13 +6,13 @@ An engine holds settings and no state of any run, so one may serve many runs and
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 from interlock.backends.adapter import Adapter
 from interlock.backends.registry import adapter_class
-from interlock.specs import Monitor
+from interlock.specs import INFERENCE, TRAINING, Monitor, Spec
 
 from .errors import TaskError
 from .events import Bus, Observer
@@ -20,14 +20,21 @@ from .evidence import raise_again
 from .handles import Created
 from .options import ExitPolicy, Nonfinite, Options
 from .outcome import Outcome
+from .plan import Plan, StopRule
 from .program import StepProgram, step_program
 from .proof import proved
 from .run import Run
+from .serving import OutputFunction, as_served
 from .session import Session, carry_out
-from .task import Data, Task, refuse_unbatched, refuse_used_up
+from .task import Data, Task, is_batches, refuse_unbatched, refuse_used_up
+from .work import Work
 
 if TYPE_CHECKING:
-    pass
+    from torch import nn
+
+    from .task import LossFunction, MetricFunction
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -87,6 +94,12 @@ class Engine:
         *,
         validate: Iterable[Any] | None = None,
         epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        limit_batches: int | None = None,
+        overfit: int | None = None,
+        validate_every: int | None = None,
+        stop_when: Sequence[StopRule] = (),
     ) -> Outcome:
         """Train, and wait for the end, on the calling thread.
 
@@ -95,6 +108,12 @@ class Engine:
             train: Batches, or `Data` with both; the task's own data if left out.
             validate: Batches to evaluate on after each epoch.
             epochs: How often to go through `train`; the task's own number if left out.
+            max_steps: Steps after which the run ends, as finished.
+            max_time: Seconds after which it is asked to stop, at the next step boundary.
+            limit_batches: Batches of each pass, in training and in validation, that are used.
+            overfit: Train on so many batches only, the first ones, again and again: can it learn them?
+            validate_every: Steps between two validations, instead of one after each epoch.
+            stop_when: Rules that may end it, as stopped: `EarlyStopping("val_loss")`.
 
         Returns:
             The outcome of a run that finished or was stopped.
@@ -102,13 +121,26 @@ class Engine:
         Raises:
             BaseException: Whatever ended the run, the same object, after everything was released.
         """
-        session = self._session(task, self._data(task, train, validate), epochs)
+        plan = self._plan(
+            task,
+            train,
+            validate,
+            epochs,
+            max_steps=max_steps,
+            max_time=max_time,
+            limit_batches=limit_batches,
+            overfit=overfit,
+            validate_every=validate_every,
+            stop_when=stop_when,
+        )
+        session = self._session(task, plan)
+        del plan
         outcome = carry_out(session)
         if outcome.error is None:
             return outcome
         error = outcome.error
         # The caller may keep the error, and with it this frame: it must not hold anything.
-        del outcome, session, task, train, validate, self
+        del outcome, session, task, train, validate, stop_when, self
         try:
             raise_again(error)
         finally:
@@ -121,13 +153,105 @@ class Engine:
         *,
         validate: Iterable[Any] | None = None,
         epochs: int | None = None,
+        max_steps: int | None = None,
+        max_time: float | None = None,
+        limit_batches: int | None = None,
+        overfit: int | None = None,
+        validate_every: int | None = None,
+        stop_when: Sequence[StopRule] = (),
     ) -> Run:
         """Train in a thread of its own; arguments as for `fit`.
 
         Returns:
             The handle, at once. The caller's context variables are seen in the run.
         """
-        return Run(self._session(task, self._data(task, train, validate), epochs))._begin()
+        plan = self._plan(
+            task,
+            train,
+            validate,
+            epochs,
+            max_steps=max_steps,
+            max_time=max_time,
+            limit_batches=limit_batches,
+            overfit=overfit,
+            validate_every=validate_every,
+            stop_when=stop_when,
+        )
+        return Run(self._session(task, plan))._begin()
+
+    def evaluate(
+        self,
+        task: Task | nn.Module,
+        batches: Iterable[Any] | None = None,
+        *,
+        loss: LossFunction | None = None,
+        metrics: MetricFunction | None = None,
+    ) -> dict[str, float]:
+        """Loss and metrics of a model over some batches, on the inference lifecycle: no optimizer anywhere.
+
+        The model is in evaluation mode meanwhile, and comes home as by the engine's exit policy. Grad mode
+        and the `training` flag of each submodule are afterwards as they were.
+
+        Args:
+            task: What to evaluate, or just the model.
+            batches: On what; the validation part of the task's own data if left out.
+            loss: From model and batch to a scalar; the task's own if left out.
+            metrics: From model and batch to named scalars; the task's own if left out.
+
+        Returns:
+            Means over samples by name, "loss" among them unless there is no loss function.
+
+        Raises:
+            TaskError: There is nothing to compute.
+            BaseException: Whatever went wrong, the same object, after everything was released.
+        """
+        served = as_served(task, loss=loss, metrics=metrics)
+        if batches is None:
+            batches = served.load().validate
+            if batches is None:
+                raise TaskError(f"task '{served.name}' has no validation data: pass batches to `evaluate`")
+        return self._serve(served, batches, Work.evaluate)
+
+    def predict(
+        self,
+        task: Task | nn.Module,
+        batches: Iterable[Any],
+        *,
+        output: OutputFunction | None = None,
+    ) -> list[Any]:
+        """What a model makes of some batches, on the inference lifecycle.
+
+        Args:
+            task: With what to predict, or just the model.
+            batches: On the host; each output comes home before the next batch is begun.
+            output: From model and batch to whatever is wanted, in any nesting; by default the model is
+                called with the batch, as keyword arguments if it is a mapping.
+
+        Returns:
+            The output of each batch, on the host.
+
+        Raises:
+            BaseException: Whatever went wrong, the same object, after everything was released.
+        """
+        return self._serve(as_served(task, output=output), batches, Work.predict)
+
+    def _serve(self, task: Task, batches: Any, what: Callable[[Work], T]) -> T:
+        """Carry out an evaluation or a prediction, and raise its error where it had one."""
+        refuse_unbatched("batches", batches)
+        if not is_batches(batches):
+            raise TaskError(f"batches must be something to iterate over, got {type(batches).__name__}")
+        session = self._session(task, None, INFERENCE)
+        session.served = batches, what
+        del batches
+        outcome = carry_out(session)
+        if outcome.error is None:
+            return cast("T", outcome.result)
+        error = outcome.error
+        del outcome, session, task, what, self
+        try:
+            raise_again(error)
+        finally:
+            del error
 
     def open(self, task: Task) -> Created:
         """A run that you drive yourself, phase by phase, in a `with` block that ends it in any case.
@@ -138,7 +262,9 @@ class Engine:
         Returns:
             The handle of the first phase.
         """
-        return Created(self._session(task, None, None))
+        if not isinstance(task, Task):
+            raise TaskError(f"expected an interlock.Task, got {type(task).__name__}")
+        return Created(self._session(task, None))
 
     def _data(self, task: Task, train: Any, validate: Any) -> Data:
         if not isinstance(task, Task):
@@ -155,18 +281,19 @@ class Engine:
             refuse_unbatched(name, batches)
         return Data(train, validate)
 
-    def _session(self, task: Task, data: Data | None, epochs: int | None) -> Session:
-        rounds: Any = task.epochs if epochs is None else epochs  # `epochs` comes from anywhere
-        if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
-            raise TaskError(f"epochs must be a whole number of at least 1, got {rounds!r}")
-        if data is not None:
-            refuse_used_up(data, rounds)
+    def _plan(self, task: Task, train: Any, validate: Any, epochs: Any, **more: Any) -> Plan:
+        return Plan(self._data(task, train, validate), _rounds(task, epochs), **more)
+
+    def _session(self, task: Task, plan: Plan | None, spec: Spec = TRAINING) -> Session:
+        if plan is not None and plan.overfit is None:
+            refuse_used_up(plan.data, plan.epochs)
         adapter = self._class() if self._adapter is None else self._adapter
-        program = self._program(task)
+        life = self.life if spec is TRAINING else proved(self._class.monitor, spec)
+        program = self._program(task) if spec is TRAINING else None
         bus = Bus()
-        session = Session(task, data, rounds, adapter, self.life, program, self._options, bus)
-        self._observe(session, rounds)
-        if task.metrics is not None and data is not None and data.validate is None:
+        session = Session(task, plan, adapter, life, program, self._options, bus)
+        self._observe(session, plan.epochs if plan else 1)
+        if task.metrics is not None and plan is not None and plan.data.validate is None:
             session._notes.append("metrics were never computed: no validation data")
         return session
 
@@ -208,6 +335,13 @@ def _plain_program(monitor: Monitor, schedule: bool) -> StepProgram:
     if key not in _plain:
         _plain[key] = monitor, step_program(monitor, schedule=schedule)
     return _plain[key][1]
+
+
+def _rounds(task: Task, epochs: Any) -> int:
+    rounds: Any = task.epochs if epochs is None else epochs  # it comes from anywhere
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+        raise TaskError(f"epochs must be a whole number of at least 1, got {rounds!r}")
+    return rounds
 
 
 def _check_numbers(every: Any, deadline: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from interlock.backends.errors import DeviceInUse, DeviceLost, DeviceUnavailable
 from interlock.specs.errors import (
     DrawingError,
     IllegalTransition,
@@ -204,6 +205,9 @@ __all__ = [
     "Cancelled",
     "DataError",
     "DeadlinePassed",
+    "DeviceInUse",
+    "DeviceLost",
+    "DeviceUnavailable",
     "DirectUpdate",
     "DrawingError",
     "DuplicateParameter",

@@ -22,7 +22,10 @@ from .signals import Signals, Terminated
 from .summary import as_data, show
 
 if TYPE_CHECKING:
+    from .engine import Engine
     from .outcome import Outcome
+    from .plan import Plan
+    from .task import Task
 
 _UNPROVED = "the journal is not what the spec allows"
 
@@ -103,8 +106,13 @@ def _carry_out(options: Namespace, signals: Signals) -> tuple[Outcome, Spec]:
     signals.watch(engine.life.spec)
     with task_from(options.task) as task:
         # As `Engine.fit` does; but here the outcome of a run that failed is wanted, too.
-        session = engine._session(task, engine._data(task, None, None), options.epochs)
+        session = engine._session(task, _plan(engine, task, options))
         return carry_out(session), engine.life.spec
+
+
+def _plan(engine: Engine, task: Task, options: Namespace) -> Plan:
+    limits = {name: getattr(options, name) for name in ("max_steps", "max_time", "limit_batches", "overfit")}
+    return engine._plan(task, None, None, options.epochs, **limits)
 
 
 def _afterwards(options: Namespace, outcome: Outcome, spec: Spec) -> tuple[Replay | None, list[str]]:

@@ -1,4 +1,4 @@
-"""The loops over data: training steps, and evaluation. Hot code; every line here costs each step.
+"""The loop of training steps over data. Hot code; every line here costs each step.
 
 Between two reports a step adds to the user's own work: the loader mark, one append of the
 detached loss, one counter, one look at the requests. Everything else happens at reports.
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from numbers import Real
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from . import facts
-from .batches import describe, size
+from .batches import describe
 from .driver import Position
-from .errors import Cancelled, DataError, LossError, NonFiniteLoss, PlacementError, TaskError
+from .errors import Cancelled, DataError, LossError, NonFiniteLoss, PlacementError
 from .evidence import add_note, traceback_of
 from .owners import locals_of
 from .task import USED_UP
@@ -38,8 +36,8 @@ def train_epoch(
     step: Step,
     first_step: Callable[[], Step | None],
     position: Position,
-    report_every: int,
-    report: Callable[[list[torch.Tensor]], None],
+    pulse: Callable[[list[torch.Tensor]], int],
+    attend: Callable[[], bool],
 ) -> bool:
     """One pass over the training batches.
 
@@ -48,8 +46,9 @@ def train_epoch(
         step: Takes a batch, returns its detached loss.
         first_step: The step to take instead, which also checks, as long as it returns one.
         position: Kept up to date.
-        report_every: Steps between two calls of `report`.
-        report: Gets the detached losses since the last report.
+        pulse: Gets the detached losses since it was called last; returns the step at which it is due again.
+            First called at the start, with none.
+        attend: Called between two steps if there is a request; returns whether to go on.
 
     Returns:
         Whether to go on: `False` if a stop was requested.
@@ -63,7 +62,7 @@ def train_epoch(
     losses: list[torch.Tensor] = []
     first = first_step()
     count = begun = position.step
-    due = count + report_every
+    due = pulse(losses)
     position.doing, position.since = "loader", time.monotonic()
     for batch in batches:
         position.doing = "step"
@@ -81,20 +80,25 @@ def train_epoch(
         del batch
         position.step = count = count + 1
         if count >= due:
-            report(losses)
-            losses = []
-            due = count + report_every
+            done, losses = losses, []
+            due = pulse(done)
+            del done
             position.since = time.monotonic()
         if position.request:
             check_cancel(position)
-            report(losses)
-            return False
+            if losses:
+                done, losses = losses, []
+                due = pulse(done)
+                del done  # suspended, the run has nothing on the device
+            if not attend():
+                return False
+            position.since = time.monotonic()
         position.doing = "loader"
     position.doing = ""
     if count == begun:
-        raise _no_batch("training", batches, position.epoch)
+        raise no_batch("training", batches, position.epoch)
     if losses:
-        report(losses)
+        pulse(losses)
     return True
 
 
@@ -176,8 +180,14 @@ def note_batch(error: Exception, where: str, batch: Any) -> None:
     add_note(error, text)
 
 
-def _no_batch(kind: str, batches: Any, epoch: int) -> DataError:
-    """The error for data that gave no batch, saying why as far as that can be seen."""
+def no_batch(kind: str, batches: Any, epoch: int) -> DataError:
+    """The error for data that gave no batch, saying why as far as that can be seen.
+
+    Args:
+        kind: "training" or "validation".
+        batches: What was gone over.
+        epoch: The present one, from 0.
+    """
     batches = batches.batches if isinstance(batches, _Windows) else batches
     told = f"the {kind} data, a {type(batches).__name__}, gave no batch in epoch {epoch + 1}"
     if isinstance(batches, Iterator):
@@ -208,159 +218,3 @@ def mean_loss(losses: list[torch.Tensor], first_step: int, check: bool = True) -
         if check and not math.isfinite(value):
             raise NonFiniteLoss(first_step + offset, value)
     return sum(values) / len(values)
-
-
-def evaluate(
-    model: nn.Module,
-    batches: Iterable[Any],
-    loss: Callable[[Any], torch.Tensor] | None,
-    metrics: Callable[[Any], Mapping[str, Any]] | None,
-    move: Callable[[Any], Any],
-    samples: Callable[[Any], int] | None,
-    position: Position,
-) -> dict[str, float]:
-    """Loss and metrics over some batches, each weighted by its number of samples.
-
-    The model is in evaluation mode meanwhile, without gradients; the `training` flag of every
-    submodule is afterwards what it was, also after an error.
-
-    Args:
-        model: On the device.
-        batches: Iterated once.
-        loss: Of a batch that is on the device, or `None`.
-        metrics: Of a batch that is on the device, or `None`.
-        move: Takes a batch to the device.
-        samples: The size of a batch, or `None` for the length of its first tensor.
-        position: Its requests are honoured between batches.
-
-    Returns:
-        Means by name, `loss` among them.
-
-    Raises:
-        DataError: There was no batch, or none with a sample in it.
-        TaskError: A metric is no number, or the size of a batch no count.
-        Cancelled: On request.
-        Exception: Whatever the task's functions raised, with a note that describes the batch.
-    """
-    means = Means()
-    number = 0
-    flags = [(module, module.training) for module in model.modules()]
-    gradients = torch.is_grad_enabled()
-    try:
-        model.eval()
-        with torch.no_grad():
-            for batch in batches:
-                check_cancel(position)
-                number += 1
-                try:
-                    here = move(batch)
-                    weight = _weight(samples(batch) if samples else size(batch))
-                    if loss is not None:
-                        means.add("loss", loss(here), weight)
-                    for name, value in _named(metrics(here) if metrics else {}):
-                        means.add(name, value, weight)
-                except Exception as error:
-                    note_batch(error, f"in validation batch {number}", batch)
-                    raise
-                del batch, here
-    finally:
-        try:
-            _put_back(flags, gradients)
-        except BaseException:
-            # An interrupt: what it cut short is done again.
-            _put_back(flags, gradients)
-            raise
-    if not number:
-        raise _no_batch("validation", batches, position.epoch)
-    return means.result()
-
-
-def _put_back(flags: Iterable[tuple[nn.Module, bool]], gradients: bool) -> None:
-    # `no_grad` sees to gradients too, unless an interrupt lands in it.
-    torch.set_grad_enabled(gradients)
-    for module, training in flags:
-        module.training = training
-
-
-def _named(values: Any) -> Iterable[tuple[str, Any]]:
-    if not isinstance(values, Mapping):
-        raise TaskError(
-            f"metrics must return a dictionary of named scalars, and returned {type(values).__name__}"
-        )
-    if "loss" in values:
-        raise TaskError(
-            "metrics must not return 'loss': under this name the task's own loss is averaged over the "
-            "validation data. Give the metric another name"
-        )
-    return values.items()
-
-
-def _weight(number: Any) -> int:
-    if not isinstance(number, int) or number < 0:
-        raise TaskError(f"the number of samples of a batch must be a whole number from 0, and is {number!r}")
-    return number
-
-
-class Means:
-    """Weighted means by name. Values stay on the device, as scalars, until the result is asked for."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[Any]] = {}
-        self._weights: dict[str, list[int]] = {}
-
-    def add(self, name: str, value: Any, weight: int) -> None:
-        """Count a value `weight` times.
-
-        Args:
-            name: Of the mean that it belongs to.
-            value: A number, or a tensor of one element.
-            weight: A value of weight 0 is not looked at: the loss of an empty batch is NaN.
-
-        Raises:
-            TaskError: The value is something else.
-        """
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.detach().reshape(())
-        elif isinstance(value, Real):
-            value = float(value)  # also a scalar of numpy
-        else:
-            what = (
-                f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            )
-            raise TaskError(f"'{name}' must be a number or a scalar tensor in validation, and is {what}")
-        if weight:
-            self._values.setdefault(name, []).append(value)
-            self._weights.setdefault(name, []).append(weight)
-
-    def result(self) -> dict[str, float]:
-        """The means, summed in double precision on the host.
-
-        Raises:
-            DataError: There is none: all batches were without samples.
-        """
-        if not self._values:
-            raise DataError(
-                "no batch of the validation data has any sample, by `batch_size` or its first tensor"
-            )
-        found = {}
-        for name, values in self._values.items():
-            weights = self._weights[name]
-            products = (float(value) * weight for value, weight in zip(_read(values), weights, strict=True))
-            found[name] = sum_of(products) / sum(weights)
-        return found
-
-
-def _read(values: list[Any]) -> list[Any]:
-    """Scalars as numbers; those on a device are read in one go."""
-    if all(isinstance(value, torch.Tensor) for value in values):
-        values = torch.stack(values).tolist()
-    return values
-
-
-def sum_of(numbers: Iterable[float]) -> float:
-    """Their sum, rounded once; NaN and infinities as in plain addition."""
-    listed = list(numbers)
-    try:
-        return math.fsum(listed)
-    except (ValueError, OverflowError):  # infinities of both signs; a sum that is too large
-        return sum(listed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from interlock.specs import Entry
 
@@ -75,6 +75,7 @@ class Outcome:
         seconds: From start to closed.
         notes: Observations worth reading, such as "8 of 8 parameters changed".
         spec_hash: Of the lifecycle that ran, as written in its journal.
+        result: Of an evaluation or a prediction.
     """
 
     status: StatusName
@@ -92,6 +93,7 @@ class Outcome:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     spec_hash: str = ""
+    result: Any = field(default=None, repr=False)
 
     @property
     def optimizer(self) -> Optimizer | None:

@@ -56,7 +56,7 @@ class Progress:
         self.epochs = epochs
         self.position = session.position
         self.per_epoch = _length(session) or None
-        self._validates = session._data is not None and session._data.validate is not None
+        self._validates = session.plan is not None and session.plan.data.validate is not None
         self.phase = session.driver.phase
         self.metrics: dict[str, float] = {}
         self.status = ""
@@ -237,12 +237,8 @@ def _in_notebook() -> bool:
 
 
 def _length(session: Session) -> int | None:
-    """How many batches an epoch has, if the loader can tell."""
-    data = session._data
-    try:
-        return len(data.train) if data is not None else None  # type: ignore[arg-type]
-    except Exception:  # a loader over a stream raises, each kind its own error
-        return None
+    """How many steps an epoch has, if the loader can tell."""
+    return session.plan.steps(session.task.window) if session.plan is not None else None
 
 
 def _numbers(metrics: Mapping[str, float]) -> list[str]:

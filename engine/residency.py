@@ -224,6 +224,11 @@ class Registry:
         replaced = {id(original) for original in self._home.values()}
         return {id(tensor): name for name, tensor in self._originals.items() if id(tensor) in replaced}
 
+    def placed_for(self, originals: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """id of an original that placement has replaced -> what was placed for it."""
+        placed = {id(self._home[id(tensor)]): tensor for tensor in self._placed if id(tensor) in self._home}
+        return {id(one): placed[id(one)] for one in originals if id(one) in placed}
+
     # -- the model ----------------------------------------------------------------------------
 
     def copy_model(self) -> dict[int, torch.Tensor]:
@@ -284,7 +289,7 @@ class Registry:
         if moved:
             self._replace_in_attributes(lambda tensor: moved.get(id(tensor), tensor))
             states: dict[int, Any] = {}
-            for optimizer in self._family():
+            for optimizer in self.family():
                 rebind(optimizer, moved, states)
         self.optimizers = []  # one that was refused may hold foreign tensors, and nobody else holds it
         self._forget_placed()
@@ -348,22 +353,22 @@ class Registry:
 
     def commit_state(self, copies: dict[int, torch.Tensor]) -> None:
         """Let the copies take the place of the state on the device; drop all gradients."""
-        for optimizer in self._family():
+        for optimizer in self.family():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
             if copies:
-                _replace_in_optimizer(optimizer, lambda tensor: copies.get(id(tensor), tensor))
+                replace_in_optimizer(optimizer, lambda tensor: copies.get(id(tensor), tensor))
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _family(self) -> list[Optimizer]:
+    def family(self) -> list[Optimizer]:
         """The optimizers, and those inside them."""
         return family(self.optimizers)
 
     def _state_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that an optimizer holds, but for the parameters: these are the model's."""
-        for optimizer in self._family():
+        for optimizer in self.family():
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
             parts = [*optimizer.state.values(), *optimizer.param_groups, *_others(optimizer).values()]
             for part in parts:
@@ -371,7 +376,7 @@ class Registry:
 
     def forget_state(self) -> None:
         """Drop the host's references to state and gradients, for a device that cannot be touched."""
-        for optimizer in self._family():
+        for optimizer in self.family():
             optimizer.state.clear()
         self.commit_state({})
 
@@ -434,7 +439,7 @@ def _others(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
 
 
-def _replace_in_optimizer(optimizer: Optimizer, function: Function) -> None:
+def replace_in_optimizer(optimizer: Optimizer, function: Function) -> None:
     """Replace tensors wherever an optimizer keeps them, but as keys of its state."""
     state: dict[Any, Any] = optimizer.state
     for key, value in list(state.items()):
@@ -472,7 +477,7 @@ def rebind(
         )
         if "state" in vars(optimizer):  # else it is a property, and shows that of one inside
             optimizer.state = new_state
-    _replace_in_optimizer(optimizer, swap)
+    replace_in_optimizer(optimizer, swap)
 
 
 def _ties(originals: dict[str, torch.Tensor]) -> tuple[frozenset[str], ...]:

@@ -17,6 +17,7 @@ from typing import NoReturn
 from interlock.specs import Entry
 
 from .deadline import stack_of
+from .driver import WAITS
 from .errors import NotFinished, RunInUse
 from .events import Observer, Subscription
 from .evidence import raise_again
@@ -25,6 +26,14 @@ from .session import Session, carry_out
 
 EXIT_PATIENCE = 5.0
 """Seconds that a program which ends while runs are going on waits for their clean end."""
+
+
+_ASKED = {
+    "stop": "stopping: ",
+    "cancel": "cancelling: ",
+    "pause": "pausing: ",
+    "suspend": "suspending: ",
+}
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class Run:
     def snapshot(self) -> Snapshot:
         """What it is doing now, with the stack of its thread."""
         position = self._position
-        asked = {"stop": "stopping: ", "cancel": "cancelling: "}.get(position.request, "")
+        asked = _ASKED.get(position.request, "")
         if self._closed.is_set():
             doing = "closed"
         elif position.doing and self.phase == "training":
@@ -166,13 +175,45 @@ class Run:
     def stop(self) -> None:
         """Ask it to end well: the update in progress is finished, the results are kept."""
         with self._requests:
-            if not self._position.request:
-                self._position.request = "stop"
+            if self._position.request in ("", *WAITS):
+                self._position.ask("stop")
 
     def cancel(self) -> None:
         """Ask it to end now: at the next step boundary, as an interruption. Overrides `stop`."""
         with self._requests:
-            self._position.request = "cancel"
+            self._position.ask("cancel")
+
+    def pause(self, *, release: bool = False) -> None:
+        """Ask it to wait, at the next step boundary, until `resume`, `stop` or `cancel`.
+
+        Args:
+            release: Give the device back meanwhile: model and optimizer state come home, another run can
+                have it, and `resume` places everything again. The run goes on to the bit as if it had
+                not been suspended.
+
+        Raises:
+            RunInUse: It is closed, or has been asked to end.
+        """
+        with self._requests:
+            self._refuse_ending("pause")
+            self._position.ask("suspend" if release else "pause")
+
+    def resume(self) -> None:
+        """Let it go on after `pause`; nothing happens if it was not asked to wait.
+
+        Raises:
+            RunInUse: It is closed, or has been asked to end.
+        """
+        with self._requests:
+            self._refuse_ending("resume")
+            if self._position.request in WAITS:
+                self._position.ask("")
+
+    def _refuse_ending(self, what: str) -> None:
+        ending = self._position.request not in ("", *WAITS)
+        if ending or self._closed.is_set():
+            state = "is closed" if self._closed.is_set() else f"was asked to {self._position.request}"
+            raise RunInUse(f"'{what}' of a run that {state}: it goes on no more. Start another run")
 
     # -- the end ------------------------------------------------------------------------------
 

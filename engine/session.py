@@ -19,17 +19,19 @@ import torch
 
 from interlock.specs import Entry, Kind, Lifecycle, Status
 
-from .driver import PATIENCE, Driver, Position
+from .driver import PATIENCE, WAITS, Driver, Position
 from .errors import DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
 from .evidence import Errors, raise_again
-from .loop import check_cancel, explain, mean_loss, train_epoch, windows
+from .loop import check_cancel, explain, mean_loss
 from .options import Options
 from .outcome import UNKNOWN, Outcome, Residue, StatusName
+from .plan import Judge, Plan
 from .program import StepProgram
 from .release import ReleaseStack
 from .residency import standing_on
-from .task import Data, Task
+from .routine import NEVER, Fit, Serve
+from .task import Task
 from .work import Work
 
 if TYPE_CHECKING:
@@ -37,10 +39,15 @@ if TYPE_CHECKING:
 
     from interlock.backends.adapter import Adapter
 
+    from .stepping import Stepping
+
 T = TypeVar("T")
 
 _CHECKED = ("training", "checkpointing")
 """Phases on whose entry the optimizer is looked at."""
+
+_WAITING = {"pause": "paused", "suspend": "suspended"}
+"""Request -> the phase in which the run waits."""
 
 OBSERVERS_MAY_TAKE = 2.0
 """Seconds that the observers of a run get, together, to see its last events."""
@@ -51,8 +58,7 @@ class Session:
 
     Args:
         task: What to train.
-        data: On what; `None` for a session that is driven by phase handles.
-        epochs: How often.
+        plan: How long; `None` for a session that is driven by phase handles, or that only serves.
         adapter: Where.
         life: The lifecycle of that backend, proved.
         program: The step, proved for that backend; `None` where the task's is written by hand.
@@ -63,8 +69,7 @@ class Session:
     def __init__(
         self,
         task: Task,
-        data: Data | None,
-        epochs: int,
+        plan: Plan | None,
         adapter: Adapter,
         life: Lifecycle,
         program: StepProgram | None,
@@ -79,8 +84,11 @@ class Session:
         self.position = Position()
         self.outcome: Outcome | None = None
         self._given_up: Outcome | None = None
-        self._data = data
-        self._epochs = epochs
+        self.plan = plan
+        self.served: Any = None
+        """Of a session that only serves: (batches, what is done with them)."""
+        self.judges: list[Judge] = []
+        """They see each report, and may end the run."""
         self.errors = Errors(options.keep_frames, standing_on(adapter))
         self._reports: list[Report] = []
         self._metrics: dict[str, float] = {}
@@ -95,12 +103,12 @@ class Session:
         """The thread that has it."""
         self._outside: BaseException | None = None
         stack = ReleaseStack(options.deadline, adapter.copies)
-        self._work = Work(task, adapter, program, options, self.position, stack, self._say)
+        self.work = Work(task, adapter, program, options, self.position, stack, self._say)
         wishes = frozenset({options.exit} - {"offload"})
         self.driver = Driver(
             life,
-            self._work.actions(life.spec),
-            self._work.releases(),
+            self.work.actions(life.spec),
+            self.work.releases(),
             stack,
             self.position,
             wishes,
@@ -119,37 +127,71 @@ class Session:
             return self.conclude(error)
 
     def _body(self) -> None:
-        data = self._data
-        if data is None:
+        if self.plan is not None:
+            Fit(self, self.plan, self.task).run()
+        elif self.served is not None:
+            Serve(self).run()
+        else:
             raise TaskError("this run has no data: drive it by its phase handles, or pass batches to `fit`")
-        self.driver.advance("training")
-        for epoch in range(self._epochs):
-            self.position.epoch = epoch
-            go_on = train_epoch(
-                windows(data.train, self.task.window),
-                self._work.stepping.step(),
-                self._work.stepping.first,
-                self.position,
-                self.options.report_every,
-                self._report,
-            )
-            if not go_on:
-                self.end("stop")
-                return
-            if data.validate is not None:
-                self.validate(data.validate)
-            self._work.end_of_epoch(self._metrics)
-            if self.position.request == "stop" and epoch + 1 < self._epochs:
-                self.end("stop")
-                return
-        self.end("finish")
+
+    @property
+    def stepping(self) -> Stepping:
+        """The step of this run."""
+        return self.work.stepping
+
+    def begin_epoch(self) -> None:
+        """What is due before the first step of the present epoch."""
+
+    def end_epoch(self, batches: Any) -> None:
+        """What is due after the last step of the present epoch.
+
+        Args:
+            batches: To validate on, or `None`.
+        """
+        if batches is not None:
+            self.validate(batches)
+        self.work.end_of_epoch(self._metrics)
+
+    def save_when_due(self, step: int) -> int:
+        """Save a checkpoint if one is due after this step; the step at which the next one is."""
+        return NEVER
+
+    def attend(self) -> bool:
+        """Honour what was asked for, between two steps; whether to go on."""
+        position = self.position
+        while position.request in WAITS:
+            if position.request == "suspend" and not self.stepping.at_rest:
+                return True  # gradients wait for their update: at the next boundary, then
+            self._wait()
+        check_cancel(position)
+        return not position.request
+
+    def _wait(self) -> None:
+        """Paused or suspended, until something else is asked for; then in training again, unless to stop."""
+        position = self.position
+        position.doing, position.since = "", time.monotonic()
+        while position.request in WAITS:
+            # Cleared before the look, or a request between the look and the wait would be slept over.
+            position.changed.clear()
+            if self.driver.phase != _WAITING[position.request]:
+                self.driver.reach(position.request)
+            if position.request in WAITS:
+                position.changed.wait()
+        check_cancel(position)
+        if position.request != "stop":
+            self.driver.do("resume")
+
+    def serve(self) -> None:
+        """Go over the batches of a session that only serves."""
+        self.work.batches, self.work.serving = self.served
+        self.driver.do("predict")
 
     # -- pieces of a run, for phase handles -----------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
         """The placed model."""
-        return self._work.placed()[0]
+        return self.work.placed()[0]
 
     def perform(self, work: Callable[[], T]) -> T:
         """Do a piece of the run. An error in it ends the run, and is raised again, the same object.
@@ -196,7 +238,7 @@ class Session:
         if self._driven_by == threading.get_ident():
             raise RunInUse("the run's `with` block was left from inside one of its own hooks")
         if not self._busy.acquire(blocking=False):
-            self.position.request = "cancel"
+            self.position.ask("cancel")
             self._busy.acquire()
         self._busy.release()
         if self.outcome is not None:
@@ -212,7 +254,7 @@ class Session:
 
     def step_once(self, batch: Any) -> torch.Tensor:
         """One step outside of the engine's loop: the detached loss."""
-        step = self._work.stepping.first() or self._work.stepping.step()
+        step = self.work.stepping.first() or self.work.stepping.step()
         try:
             loss = step(batch)
         except Exception as error:
@@ -231,20 +273,21 @@ class Session:
         """End training, after a last look at what was trained."""
         if self._losses:
             self._report_losses()
-        self._work.check("before the end")
+        if "model" in self.driver.slot.held:
+            self.work.check("before the end")
         self.driver.fire(event)
 
     def _report_losses(self) -> None:
         losses, self._losses = self._losses, []
-        self._report(losses)
+        self.report(losses)
 
     def validate(self, batches: Any) -> dict[str, float]:
         """Evaluate in mid-run; the metrics are reported with the prefix `val_`."""
         if self._losses:
             self._report_losses()
-        self._work.batches = batches
+        self.work.batches = batches
         self.driver.do("validate")
-        metrics = self._work.validation
+        metrics = self.work.validation
         self._publish_report({f"val_{name}": value for name, value in metrics.items()})
         return metrics
 
@@ -277,7 +320,7 @@ class Session:
         """The last resort: let go of everything that can be, and say of the rest that it was abandoned."""
         with suppress(BaseException):
             self._note_error(stuck)
-        model = None if self.options.exit == "discard" else self._work.model
+        model = None if self.options.exit == "discard" else self.work.model
         with suppress(BaseException):
             self._let_go()
         if self.outcome is None:
@@ -375,17 +418,17 @@ class Session:
         finished = any(entry.event == "finish" for entry in self.driver.slot.history)
         return "finished" if finished else "stopped"
 
-    def _residue(self, abandoned: bool) -> Residue:
+    def _residue(self) -> Residue:
         """What was measured; without a measurement nothing is known, unless nothing was ever placed."""
-        placed = any(name == "model" for name, _ in self.driver.slot.ended)
-        return self._work.residue or (UNKNOWN if placed or abandoned else Residue())
+        ended = [name for name, _ in self.driver.slot.ended]
+        return self.work.residue or (UNKNOWN if "model" in (*ended, *self.driver.stack.names) else Residue())
 
     def _draw_up(self) -> Outcome:
         """The outcome, but for the errors; everybody is told that the run is closed."""
-        slot, work = self.driver.slot, self._work
+        slot, work = self.driver.slot, self.work
         gone = [name for name, how in slot.ended if how == "abandoned"]
         abandoned = tuple(dict.fromkeys([*gone, *self.driver.stack.names]))
-        residue = self._residue(bool(abandoned))
+        residue = self._residue()
         seconds = time.monotonic() - self._begun
         self._tell_the_end("abandoned" if abandoned else "clean", residue, seconds)
         discarded = self.options.exit == "discard"
@@ -403,6 +446,7 @@ class Session:
             seconds=seconds,
             notes=(*self._notes, *work.remarks(), *self.bus.failed),
             spec_hash=slot.lifecycle.spec.hash,
+            result=work.result,
         )
 
     def _tell_the_end(self, verdict: str, residue: Residue, seconds: float) -> None:
@@ -417,8 +461,9 @@ class Session:
     def _let_go(self) -> None:
         """Break the cycles through actions and bound functions: no garbage collector is needed."""
         self.driver.detach()
-        self._work.let_go()
-        self._data = self._outside = None
+        self.work.let_go()
+        self.plan = self.served = self._outside = None
+        self.judges = []
         self._losses = []
 
     # -- what is told -----------------------------------------------------------------------------
@@ -433,18 +478,27 @@ class Session:
         # Last: a transition whose check fails was taken all the same, and is told of.
         # Not one that the history only catches up with, on the way out: there the error is known.
         if entry.phase in _CHECKED and entry.event != "train" and entry is self.driver.slot.history[-1]:
-            self._work.check(f"after '{entry.event}'")
+            self.work.check(f"after '{entry.event}'")
 
     def _say(self, text: str) -> None:
         self._notes.append(text)
         self.bus.publish(Note(text))
 
-    def _report(self, losses: list[torch.Tensor]) -> None:
-        self._work.check("at a report")
+    def report(self, losses: list[torch.Tensor]) -> None:
+        """Look at the facts, read the losses since the last report, and tell of them.
+
+        Args:
+            losses: Detached, one for each step.
+
+        Raises:
+            PlacementError: The optimizer does not hold what trains any more.
+            NonFiniteLoss: One is NaN or infinite.
+        """
+        self.work.check("at a report")
         if losses:
             first = self.position.step - len(losses) + 1
             check = self.options.nonfinite == "error"
-            self._publish_report({"loss": mean_loss(losses, first, check), **self._work.stepping.metrics()})
+            self._publish_report({"loss": mean_loss(losses, first, check), **self.work.stepping.metrics()})
 
     def _publish_report(self, metrics: dict[str, float]) -> None:
         self._metrics.update(metrics)
@@ -452,6 +506,11 @@ class Session:
         report = Report(self.position.step, self.position.epoch, metrics, seconds)
         self._reports.append(report)
         self.bus.publish(report)
+        for judge in self.judges:
+            why = judge(report)
+            if why and not self.position.request:
+                self._say(f"asked to stop: {why}")
+                self.position.ask("stop")
 
 
 def carry_out(session: Session) -> Outcome:

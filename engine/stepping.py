@@ -144,10 +144,10 @@ class Stepping:
         """Take a step that is written by hand."""
         self._hand = hand
         self._optimizers = optimizers
-        self._running.append(Running(metrics=hand.metrics))
+        self._running.append(Running(metrics=hand.metrics, suspend=hand.read))
         self._plain = hand.step
         self._checked = hand.step
-        hand.before_update = self._before_update
+        hand.before_update = self._before_first_of
 
     def _with_checks(self, forward: Call) -> Call:
         def checked_forward(batch: Any) -> torch.Tensor:
@@ -166,8 +166,15 @@ class Stepping:
         got, trainable = facts.check_gradients(run.placed_model(), self._optimizers)
         run.say(f"{got} of {trainable} parameters received a gradient in the first step")
         self._updated = True
-        if self._hand is not None:
-            self._hand.before_update = None
+
+    def _before_first_of(self, name: str, optimizer: Optimizer) -> None:
+        """The same for one of several optimizers: another one's parameters may have no gradient yet."""
+        run = self._observed()
+        run.check("in the first step")
+        got, trainable = facts.check_gradients(run.placed_model(), (optimizer,))
+        whose = f" of optimizer '{name}'" if len(self._optimizers) > 1 else ""
+        run.say(f"{got} of {trainable} parameters{whose} received a gradient in the first step")
+        self._updated = True
 
     def _first(self, batch: Any) -> torch.Tensor:
         run, checked = self._observed(), self._checked
@@ -187,6 +194,17 @@ class Stepping:
         if self._run is None:
             raise TaskError("the run is closed, and has let go of its step")
         return self._run
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no gradients wait for an update: those of a hand-written step may, between two calls."""
+        return self._hand is None or self._hand.at_rest
+
+    def suspend(self) -> None:
+        """Leave nothing on the device."""
+        for running in self._running:
+            if running.suspend is not None:
+                running.suspend()
 
     # -- the end --------------------------------------------------------------------------------
 

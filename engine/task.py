@@ -59,6 +59,9 @@ class Task:
             "val_loss"; by default the loss in validation, or in training where there is no validation.
         options: What a step does besides the plain one: `Accumulate(4)`, `ClipNorm(1.0)`,
             `Precision("bf16")`, or options of your own.
+        output: A function from model and batch to what `Engine.predict` is to return; by default the
+            model is called with the batch.
+        validates_loss: Whether the loss is averaged over validation data too, beside `metrics`.
         step: A function from a step handle and a batch to the loss (or a mapping with "loss" in it): a
             training step that is written by hand, each call checked. See `interlock.Stepper`. The
             optimizer function may return several optimizers then, by name.
@@ -81,6 +84,8 @@ class Task:
     scheduler_every: Literal["step", "epoch"] = "step"
     scheduler_metric: str | None = None
     options: Sequence[Option] = ()
+    output: Callable[[nn.Module, Batch], Any] | None = None
+    validates_loss: bool = True
     step: StepFunction | None = None
     data: Callable[[], Any] | None = None
     epochs: int = 1
@@ -204,6 +209,7 @@ class Task:
 _FUNCTIONS = {
     "loss": ("model and batch to a scalar tensor", "model", "batch"),
     "metrics": ("model and batch to named scalars", "model", "batch"),
+    "output": ("model and batch to an output", "model", "batch"),
     "scheduler": ("the optimizer to a learning rate scheduler", "optimizer"),
     "step": ("a step handle and a batch to the loss", "step", "batch"),
     "data": ("nothing to batches",),

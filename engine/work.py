@@ -26,17 +26,20 @@ from .batches import convert, held, size
 from .deadline import bounded
 from .driver import Position
 from .errors import TaskError
+from .evaluation import evaluate, predict
 from .fused import fuse
 from .hand import Hand
-from .loop import check_cancel, evaluate
+from .loop import check_cancel
 from .options import Options
 from .outcome import UNKNOWN, Residue
 from .owners import with_owners
 from .program import StepProgram
 from .release import Release, ReleaseStack
 from .residency import Registry, claim, family, lazy, slots, unclaim
+from .serving import output_of
 from .stepping import Stepping
 from .steps.option import Parts
+from .suspension import Resting, place_again
 from .task import Task
 
 
@@ -72,7 +75,11 @@ class Work:
         self.residue: Residue | None = None
         self.validation: dict[str, float] = {}
         self.batches: Any = None
-        """What the next validation goes over."""
+        """What the next validation goes over, or the evaluation or prediction."""
+        self.serving: Callable[[Work], Any] = Work.evaluate
+        """What is done with them on the inference lifecycle."""
+        self.result: Any = None
+        """What came of that."""
         self._task: Task | None = task
         self._adapter = adapter
         self.stepping = Stepping(self, program, position, options.nonfinite)
@@ -85,6 +92,8 @@ class Work:
         self._registry: Registry | None = None
         self._known: dict[int, str] | None = None
         """id -> name of the parameters when the optimizer was built."""
+        self._resting = Resting()
+        """What stood on the device when the run was suspended."""
         self._family: list[Optimizer] = []
         """The optimizers, with those that they wrap."""
 
@@ -103,12 +112,17 @@ class Work:
             "placing": self._place,
             "optimizing": self._optimize,
             "validating": self._validate,
+            "predicting": self._predict,
             "dropping": self._drop,
             "homing": lambda: self._stack.release("model"),
             "keeping": lambda: self._stack.release("model", keep),
             "discarding": lambda: self._stack.release("model", discard),
             "measuring": self._measure,
             "freeing": lambda: self._stack.release("device"),
+            "suspending": self._suspend,
+            "returning": lambda: self._stack.release("device"),
+            "reacquiring": self._reacquire,
+            "resuming": self._resume,
             "writing_off": _nothing,
         }
         theirs = self._adapter.actions()
@@ -193,6 +207,7 @@ class Work:
         self._family = []
         self.named = {}
         self._task = self._registry = None
+        self._resting = Resting()
         self._let_go_of_steps()
 
     def _todo(self) -> Task:
@@ -306,10 +321,42 @@ class Work:
         return (metrics[name],)
 
     def _validate(self) -> None:
+        self.validation = self.evaluate()
+
+    def _predict(self) -> None:
+        self.result = self.serving(self)
+
+    def predict(self) -> list[Any]:
+        """What the model makes of the batches, at home."""
+        output = self._todo().output or output_of
+        return predict(
+            self.placed_model(),
+            self.batches,
+            lambda batch: output(self.placed_model(), batch),
+            self._move,
+            self._fetch,
+            self._position,
+        )
+
+    def _fetch(self, value: Any) -> Any:
+        """A value with all its tensors on the host."""
+        adapter = self._adapter
+        if not adapter.copies:
+            return value
+        return convert(value, lambda one: adapter.fetch(one) if adapter.resident(one) else one)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and metrics over the batches.
+
+        Raises:
+            TaskError: There is nothing to compute.
+        """
         model, _ = self.placed()
+        if not self._computes_loss() and self._todo().metrics is None:
+            raise TaskError("there is nothing to evaluate: give the task `loss=` or `metrics=`")
         metrics = self._todo().metrics
         around = self.stepping.in_evaluation
-        self.validation = evaluate(
+        return evaluate(
             model,
             self.batches,
             around(self._loss_of()) if self._computes_loss() else None,
@@ -322,6 +369,42 @@ class Work:
     def _drop(self) -> None:
         self._let_go_of_steps()
         self._stack.release("optimizer")
+
+    def _suspend(self) -> None:
+        """Everything comes home; the optimizer stays, and what the step is made of."""
+        registry = self.placed()[1]
+        rest = self._resting = Resting()
+
+        def commit(copies: dict[int, torch.Tensor]) -> None:
+            rest.note(copies)
+            registry.commit_state(copies)
+
+        home = "bringing the optimizer's state home"
+        self._stack.release("optimizer", Release(home, commit, registry.copy_state))
+        self._stack.release("model")
+        self.stepping.suspend()
+        self._measure()
+        if self.residue is not None and self.residue.bytes:
+            self.say(f"while suspended, {self.residue.bytes} bytes of the run stay on the device")
+
+    def _reacquire(self) -> None:
+        check_cancel(self._position)
+        self._adapter.acquire()
+
+    def _resume(self) -> None:
+        """Placed anew, and the optimizer follows."""
+        check_cancel(self._position)
+        if self.model is None:
+            raise TaskError("there is no model to go on with")
+        lost = self._registry.identity_lost if self._registry else []
+        registry = self._registry = Registry(self.model, self._adapter)
+        registry.identity_lost = lost
+        registry.optimizers = list(self.optimizers)
+        self.residue = None
+        place_again(registry, self._adapter, self._resting)
+        self._resting = Resting()
+        self._known = {id(p): name for name, p in self.model.named_parameters()}
+        self.check("when the run was resumed")
 
     def _measure(self) -> None:
         torch.clear_autocast_cache()  # it keeps converted copies of the parameters
@@ -388,7 +471,8 @@ class Work:
 
     def _computes_loss(self) -> bool:
         """Whether the loss of a batch is known outside of a step: one that is written by hand may hide it."""
-        return self._todo().step is None or self._todo().loss is not None
+        task = self._todo()
+        return task.validates_loss and (task.step is None or task.loss is not None)
 
     def _move(self, batch: Any) -> Any:
         return convert(batch, self._adapter.move)

@@ -192,6 +192,30 @@ class Lifecycle:
                 return event
         return None
 
+    def detour(self, config: Config, event: str) -> str | None:
+        """An operation that can be carried out first, after which `event` is legal in the same phase.
+
+        Where a backend refines the spec - queued work is waited for before a run is suspended - what has to
+        come first is found in its rules, and nobody has to know it by name.
+
+        Args:
+            config: Where the run is.
+            event: Not legal there.
+
+        Returns:
+            The event that begins the operation; `None` if there is none.
+        """
+        for first in self.legal(config):
+            flight = self.rules[config.phase][first].advance(config).config
+            done = self.spec.phase[flight.phase].done
+            rule = self.rules[flight.phase].get(done)
+            if rule is None or not rule.allowed(flight):
+                continue
+            after = rule.advance(flight).config
+            if after.phase == config.phase and event in self.legal(after):
+                return first
+        return None
+
     def refusal(self, event: str, config: Config, recent: list[str]) -> IllegalTransition:
         """The error for an event that is not legal in `config`, saying why."""
         rule = self.rules[config.phase].get(event)

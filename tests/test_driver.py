@@ -19,6 +19,7 @@ from interlock.backends.faults import inject
 from interlock.backends.monitors import CPU
 from interlock.events import Bus
 from interlock.options import Options
+from interlock.plan import Plan
 from interlock.program import step_program
 from interlock.session import Session, carry_out
 from interlock.specs import (
@@ -44,9 +45,9 @@ def session_on(spec: Spec, adapter: Adapter, what: il.Task | None = None, **opti
     """A session on any spec, proved or not."""
     given = what or task()
     program = step_program(adapter.monitor)
-    data = Data(batches(2), batches(1))
+    plan = Plan(Data(batches(2), batches(1)))
     settings = Options(deadline=10.0, **options)
-    return Session(given, data, 1, adapter, lifecycle(spec), program, settings, Bus())
+    return Session(given, plan, adapter, lifecycle(spec), program, settings, Bus())
 
 
 def fails(*_: Any) -> Any:

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,9 @@ from torch import nn
 
 from interlock import Engine, Task
 from interlock.events import Closed, PhaseChanged, Report
+from interlock.plan import Plan
 from interlock.progress import Progress
+from interlock.task import Data as Batches
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
@@ -75,7 +76,9 @@ def fake(data: Any = None, phase: str = "created") -> Any:
     session, driver, position = Thing(), Thing(), Thing()
     driver.phase = phase  # type: ignore[attr-defined]
     position.step, position.epoch = 0, 0  # type: ignore[attr-defined]
-    session.driver, session.position, session._data = driver, position, data  # type: ignore[attr-defined]
+    session.driver, session.position = driver, position  # type: ignore[attr-defined]
+    session.plan = data and Plan(data)  # type: ignore[attr-defined]
+    session.task = task()  # type: ignore[attr-defined]
     return session
 
 
@@ -285,7 +288,7 @@ def test_of_an_error_one_line_is_enough(monkeypatch: pytest.MonkeyPatch, error: 
 def test_a_terminal_of_few_colours_shows_the_bar(monkeypatch: pytest.MonkeyPatch):
     screen = terminal(monkeypatch)
     monkeypatch.setenv("TERM", "xterm-16color")
-    session = fake(data=SimpleNamespace(train=[1, 2], validate=None))
+    session = fake(data=Batches([1, 2]))
     session.position.step = 1
     Progress(session, 1).stop()
     assert "\x1b[36m" in screen.getvalue()
@@ -305,9 +308,9 @@ def test_it_keeps_nothing_of_the_run(kind: bool, monkeypatch: pytest.MonkeyPatch
         position = fake().position
 
     session: Any = Session()
-    session._data = fake()
-    session._data.train, session._data.validate = Data(), None
-    gone = [weakref.ref(session), weakref.ref(session._data.train)]
+    session.task = task()
+    session.plan = Plan(Batches(Data()))
+    gone = [weakref.ref(session), weakref.ref(session.plan.data.train)]
     progress = Progress(session, 1)
     display = weakref.ref(progress)
     gc.disable()

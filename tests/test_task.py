@@ -18,7 +18,7 @@ from torch import nn
 
 import interlock as il
 from interlock import errors
-from interlock.loop import Means
+from interlock.evaluation import Means
 
 on_each_backend = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -193,6 +193,14 @@ def lives() -> st.SearchStrategy[Life]:
     return drawn.map(lambda life: replace(life, remembers=life.remembers and life.exit != "keep"))
 
 
+def test_of_a_run_that_placed_nothing_nothing_is_left_also_if_the_device_is_abandoned() -> None:
+    """Found by the property below."""
+    life = Life(backend="cpu", drive="start", optimizer="Adagrad", epochs=2, batches=1)
+    taking = Strike("backend.acquire", "before", 1, "RuntimeError")
+    giving = Strike("backend.free", "before", 1, "RuntimeError", times=2)
+    assert broken(life, taking, giving) == []
+
+
 @given(data=st.data())
 def test_random_lives_struck_once_or_twice(data: st.DataObject) -> None:
     life = data.draw(lives())

@@ -64,7 +64,7 @@ class ClipNorm(Option):
             Values for the names of its lines.
         """
         clipping = _Clipping(parts, self.bound, self.norm)
-        return Running({"clip": clipping.clip}, metrics=clipping.report)
+        return Running({"clip": clipping.clip}, metrics=clipping.report, suspend=clipping.read)
 
 
 class _Clipping:
@@ -73,6 +73,7 @@ class _Clipping:
     def __init__(self, parts: Parts, bound: float, norm: float) -> None:
         self._parts, self._bound, self._norm = parts, bound, norm
         self._norms: list[Any] = []
+        self._known: list[float] = []
 
     def clip(self) -> None:
         from torch.nn.utils import clip_grad_norm_
@@ -81,11 +82,18 @@ class _Clipping:
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         self._norms.append(clip_grad_norm_(parameters, self._bound, self._norm))
 
-    def report(self) -> dict[str, float]:
+    def read(self) -> None:
+        """The norms as numbers: none of them stands on the device after it."""
         import torch
 
         norms, self._norms = self._norms, []
+        if norms:
+            self._known += torch.stack(norms).tolist()
+
+    def report(self) -> dict[str, float]:
+        self.read()
+        norms, self._known = self._known, []
         if not norms:
             return {}
-        values = [value for value in torch.stack(norms).tolist() if math.isfinite(value)]
+        values = [value for value in norms if math.isfinite(value)]
         return {"grad_norm": sum(values) / len(values)} if values else {"grad_norm": math.nan}

@@ -57,6 +57,8 @@ class Running:
         evaluation: Wraps the loss, the metrics and the outputs in evaluation in the same way.
         metrics: What it adds to each report, since the last one.
         state: Name -> what a checkpoint takes along.
+        suspend: Called when the device is given back in mid-run: nothing of the option may stay on it. What
+            is needed there again is made when it is needed.
     """
 
     bindings: Mapping[str, Any] = field(default_factory=dict)
@@ -64,6 +66,7 @@ class Running:
     evaluation: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     metrics: Callable[[], Mapping[str, float]] | None = None
     state: Mapping[str, Stateful] = field(default_factory=dict)
+    suspend: Callable[[], None] | None = None
 
 
 class Option(ABC):

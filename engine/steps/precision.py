@@ -10,6 +10,7 @@ updates only, and skipped ones are counted and reported as `skipped_updates`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 from interlock.errors import TaskError
@@ -115,6 +116,7 @@ class Precision(Option):
             evaluation=around,
             metrics=scaling.report,
             state={"scaler": scaling},
+            suspend=scaling.suspend,
         )
 
 
@@ -127,6 +129,17 @@ _SCALER: Mapping[str, str] = {
 }
 
 
+def finite(scaler: Any, optimizer: Any) -> bool:
+    """Whether all gradients of an optimizer were finite when they were unscaled.
+
+    Args:
+        scaler: A `torch.amp.GradScaler`.
+        optimizer: Unscaled by it.
+    """
+    # What `GradScaler.step` asks too, inside. Asked here, so that skipping is an event of its own.
+    return not any(one.item() for one in scaler._found_inf_per_device(optimizer).values())
+
+
 class _Scaling:
     """The scaler of one run."""
 
@@ -134,10 +147,17 @@ class _Scaling:
         import torch
 
         self._parts = parts
-        self._scaler: Any = torch.amp.GradScaler(
-            parts.device, init_scale=init_scale, growth_interval=growth_interval
+        self._make = partial(
+            torch.amp.GradScaler, parts.device, init_scale=init_scale, growth_interval=growth_interval
         )
+        self._scaler: Any = self._make()
         self.skipped = 0
+
+    def suspend(self) -> None:
+        # A new one with the same numbers: it makes its tensors when it first scales.
+        state = self._scaler.state_dict()
+        self._scaler = self._make()
+        self._scaler.load_state_dict(state)
 
     def scale(self, loss: Any) -> Any:
         return self._scaler.scale(loss)
@@ -146,9 +166,7 @@ class _Scaling:
         self._scaler.unscale_(self._parts.optimizer)
 
     def finite(self) -> bool:
-        # What `GradScaler.step` asks too, inside. Asked here, so that skipping is an event of the program.
-        found = self._scaler._found_inf_per_device(self._parts.optimizer)
-        return not any(one.item() for one in found.values())
+        return finite(self._scaler, self._parts.optimizer)
 
     def skip(self) -> None:
         self.skipped += 1

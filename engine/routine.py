@@ -1,0 +1,142 @@
+"""What a session does between its beginning and its end: training by a plan, evaluation, prediction.
+
+A routine fires what the spec offers - an epoch's steps, a validation, a checkpoint - at the times that the
+plan names. What may follow what is not decided here: the driver refuses what the spec does not allow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .driver import WAITS, Position
+from .loop import train_epoch, windows
+from .plan import Plan
+from .task import Task
+
+if TYPE_CHECKING:
+    from .session import Session
+
+NEVER = 1 << 62
+"""A step that no run comes to."""
+
+
+class Fit:
+    """Trains by a plan.
+
+    Args:
+        session: The run.
+        plan: How long, and what when.
+        task: What to train.
+    """
+
+    def __init__(self, session: Session, plan: Plan, task: Task) -> None:
+        self._session = session
+        self._plan = plan
+        self._task = task
+        self._position: Position = session.position
+        self._report_due = 0
+        self._validated = 0
+
+    def run(self) -> None:
+        """From `created` to `finished` or `stopping`."""
+        plan, session = self._plan, self._session
+        if plan.overfit is not None:
+            batches: Iterable[Any] = list(islice(iter(plan.data.train), plan.overfit))
+        else:
+            batches = plan.training()
+        session.judges = [rule.begin() for rule in plan.stop_when]
+        session.driver.advance("training")
+        limit = _TimeLimit(plan.max_time, self._position)
+        try:
+            session.end("finish" if self._epochs(batches) else "stop")
+        finally:
+            limit.end()
+
+    def _epochs(self, batches: Iterable[Any]) -> bool:
+        """Whether all was done; otherwise it was asked to stop."""
+        plan, session, position = self._plan, self._session, self._position
+        for epoch in range(position.epoch, plan.epochs):
+            position.epoch = epoch
+            session.begin_epoch()
+            stepping = session.stepping
+            go_on = train_epoch(
+                windows(batches, self._task.window),
+                stepping.step(),
+                stepping.first,
+                position,
+                self._pulse,
+                session.attend,
+            )
+            if not go_on:
+                return position.request != "stop"
+            session.end_epoch(plan.validation() if plan.validate_every is None else None)
+            if position.request and epoch + 1 < plan.epochs and not session.attend():
+                return position.request != "stop"
+        return True
+
+    def _pulse(self, losses: list[torch.Tensor]) -> int:
+        """What is due after a step; the step at which something is due again."""
+        plan, session, step = self._plan, self._session, self._position.step
+        if losses:
+            session.report(losses)
+        self._report_due = step + session.options.report_every
+        due = [self._report_due]
+        batches = plan.validation()
+        if plan.validate_every is not None and batches is not None:
+            if step >= self._validated + plan.validate_every:
+                self._validated = step
+                session.validate(batches)
+            due.append(self._validated + plan.validate_every)
+        due.append(session.save_when_due(step))
+        if plan.max_steps is not None:
+            if step >= plan.max_steps and not self._position.request:
+                self._position.request = "finish"
+            due.append(plan.max_steps)
+        return min(due)
+
+
+class _TimeLimit:
+    """Asks a run to stop once its time is over, from a thread of its own: a step costs nothing for it."""
+
+    def __init__(self, seconds: float | None, position: Position) -> None:
+        self._timer: threading.Timer | None = None
+        if seconds is not None:
+            self._timer = threading.Timer(seconds, _ask, (position,))
+            self._timer.name = "interlock time limit"
+            self._timer.daemon = True
+            self._timer.start()
+
+    def end(self) -> None:
+        """No request any more; the thread is gone."""
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+
+
+def _ask(position: Position) -> None:
+    if position.request in ("", *WAITS):
+        position.ask("stop")
+
+
+class Serve:
+    """Evaluates a model, or predicts with it, on the inference lifecycle.
+
+    Args:
+        session: The run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def run(self) -> None:
+        """From `created` to `finished`."""
+        session = self._session
+        session.driver.advance("serving")
+        session.serve()
+        session.driver.fire("finish")
