@@ -121,7 +121,35 @@ class Adapter:
         """In-flight phase that the monitor adds -> what is done in it (with the model, if there is one)."""
         return {}
 
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the device's own random generator, on the host; `None` if it has none."""
+        return None
+
+    def set_random_state(self, state: torch.Tensor | None) -> None:
+        """Let the device's generator go on from a state that `random_state` returned."""
+        return
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's own random generator, if it has one.
+
+        Args:
+            seed: From 0.
+        """
+        return
+
     # -- classification and context -----------------------------------------------------------
+
+    def explain(self, error: BaseException, parts: Mapping[str, Iterable[torch.Tensor]] | None = None) -> str:
+        """What is worth knowing about an error, such as what was held when the memory ran out.
+
+        Args:
+            error: As raised.
+            parts: Name -> the tensors of that part of the run.
+
+        Returns:
+            A note for the error; empty if there is nothing to say.
+        """
+        return ""
 
     def is_loss_of_device(self, error: BaseException) -> bool:
         """Whether the error says that the device is dead, so that nothing may touch it again."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from interlock.specs.errors import IllegalTransition, InterlockError, SpecError
 
     from . import errors
+    from .checkpoint import Checkpoints
     from .engine import Engine
     from .events import Closed, Note, PhaseChanged, Report, Subscription
     from .evidence import Failure
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Accumulate": "interlock.steps.accumulate",
     "Adapter": "interlock.backends.adapter",
+    "Checkpoints": "interlock.checkpoint",
     "ClipNorm": "interlock.steps.clip",
     "Closed": "interlock.events",
     "Created": "interlock.handles",
@@ -66,6 +68,7 @@ _LAZY = {
 __all__ = [
     "Accumulate",
     "Adapter",
+    "Checkpoints",
     "ClipNorm",
     "Closed",
     "Created",

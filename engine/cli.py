@@ -181,6 +181,12 @@ def _fit(this: ArgumentParser) -> None:
     this.add_argument(
         "--overfit", type=_count, metavar="N", help="train on the first N batches only: can it learn them?"
     )
+    this.add_argument("--checkpoints", type=Path, metavar="DIR", help="save the run there after each epoch")
+    this.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint of that folder, if there is one",
+    )
     this.add_argument("--journal", type=Path, metavar="F", help="write the run's journal to F, as JSON lines")
     this.add_argument(
         "--drawing",

@@ -14,10 +14,13 @@ from interlock.backends.adapter import Adapter
 from interlock.backends.registry import adapter_class
 from interlock.specs import INFERENCE, TRAINING, Monitor, Spec
 
+from .checkpoint import Checkpoints
 from .errors import TaskError
 from .events import Bus, Observer
 from .evidence import raise_again
 from .handles import Created
+from .keeping import chosen
+from .leases import ProcessSettings, WhenTaken
 from .options import ExitPolicy, Nonfinite, Options
 from .outcome import Outcome
 from .plan import Plan, StopRule
@@ -30,6 +33,7 @@ from .task import Data, Task, is_batches, refuse_unbatched, refuse_used_up
 from .work import Work
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from .task import LossFunction, MetricFunction
@@ -53,6 +57,13 @@ class Engine:
         progress: Show progress on the terminal.
         journal: Write each run's journal to this file (JSON lines); it is started anew, so it
             serves one run at a time.
+        seed: Seeds the random generators for each run, and makes them that run's alone; afterwards they
+            are what they were.
+        deterministic: Whether torch may use deterministic algorithms only.
+        dtype: What floating-point tensors are made of when nobody says.
+        threads: How many threads an operator may use.
+        when_taken: These four belong to the process: a run that wants another value than one that is
+            going on in another thread waits for it (`wait`), or is refused (`refuse`).
         debug: `keep_frames` leaves the local variables of a failed run's traceback in place.
 
     Raises:
@@ -72,17 +83,26 @@ class Engine:
         observers: Sequence[Observer] = (),
         progress: bool = False,
         journal: str | Path | None = None,
+        seed: int | None = None,
+        deterministic: bool | None = None,
+        dtype: torch.dtype | None = None,
+        threads: int | None = None,
+        when_taken: WhenTaken = "wait",
         debug: Literal["", "keep_frames"] = "",
     ) -> None:
         _one_of("exit", exit, get_args(ExitPolicy))
         _one_of("nonfinite", nonfinite, get_args(Nonfinite))
         _one_of("debug", debug, ("", "keep_frames"))
+        _one_of("when_taken", when_taken, get_args(WhenTaken))
         _check_numbers(report_every, deadline)
+        process = ProcessSettings(seed, deterministic, dtype, threads)
         self._adapter: Adapter | None = backend if isinstance(backend, Adapter) else None
         self._class = type(backend) if isinstance(backend, Adapter) else adapter_class(backend)
         self.backend = self._class.name
         self.life = proved(self._class.monitor)
-        self._options = Options(exit, deadline, report_every, nonfinite, debug == "keep_frames")
+        self._options = Options(
+            exit, deadline, report_every, nonfinite, debug == "keep_frames", process, when_taken
+        )
         self._observers = tuple(observers)
         self._progress = progress
         self._journal = journal
@@ -100,6 +120,8 @@ class Engine:
         overfit: int | None = None,
         validate_every: int | None = None,
         stop_when: Sequence[StopRule] = (),
+        checkpoints: Checkpoints | None = None,
+        resume: bool | str | Path | None = None,
     ) -> Outcome:
         """Train, and wait for the end, on the calling thread.
 
@@ -114,6 +136,9 @@ class Engine:
             overfit: Train on so many batches only, the first ones, again and again: can it learn them?
             validate_every: Steps between two validations, instead of one after each epoch.
             stop_when: Rules that may end it, as stopped: `EarlyStopping("val_loss")`.
+            checkpoints: Where and how often the run is saved: `Checkpoints("runs/a", keep=3)`.
+            resume: `True` to go on from the newest checkpoint there that was saved between two epochs (from
+                the beginning if there is none yet), or the directory of one.
 
         Returns:
             The outcome of a run that finished or was stopped.
@@ -132,6 +157,8 @@ class Engine:
             overfit=overfit,
             validate_every=validate_every,
             stop_when=stop_when,
+            checkpoints=checkpoints,
+            resume=resume,
         )
         session = self._session(task, plan)
         del plan
@@ -159,6 +186,8 @@ class Engine:
         overfit: int | None = None,
         validate_every: int | None = None,
         stop_when: Sequence[StopRule] = (),
+        checkpoints: Checkpoints | None = None,
+        resume: bool | str | Path | None = None,
     ) -> Run:
         """Train in a thread of its own; arguments as for `fit`.
 
@@ -176,6 +205,8 @@ class Engine:
             overfit=overfit,
             validate_every=validate_every,
             stop_when=stop_when,
+            checkpoints=checkpoints,
+            resume=resume,
         )
         return Run(self._session(task, plan))._begin()
 
@@ -261,6 +292,9 @@ class Engine:
 
         Returns:
             The handle of the first phase.
+
+        Raises:
+            TaskError: It is no task.
         """
         if not isinstance(task, Task):
             raise TaskError(f"expected an interlock.Task, got {type(task).__name__}")
@@ -290,8 +324,9 @@ class Engine:
         adapter = self._class() if self._adapter is None else self._adapter
         life = self.life if spec is TRAINING else proved(self._class.monitor, spec)
         program = self._program(task) if spec is TRAINING else None
+        resumed = chosen(plan.resume, plan.checkpoints) if plan is not None else None
         bus = Bus()
-        session = Session(task, plan, adapter, life, program, self._options, bus)
+        session = Session(task, plan, adapter, life, program, self._options, bus, resumed)
         self._observe(session, plan.epochs if plan else 1)
         if task.metrics is not None and plan is not None and plan.data.validate is None:
             session._notes.append("metrics were never computed: no validation data")

@@ -18,6 +18,7 @@ from interlock.specs.errors import (
     UnknownName,
 )
 
+from .checkpoint import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from .extraction import ExtractionError
 from .weaving import ProgramError
 
@@ -47,6 +48,36 @@ class StaleHandle(InterlockError):
 
 class RunInUse(InterlockError):
     """A run was driven from two places or from inside its own hooks, or its model is in another run."""
+
+
+_PROCESS_WIDE = {
+    "seed": "random generators",
+    "deterministic": "determinism flags",
+    "dtype": "default dtype",
+    "threads": "thread count",
+}
+
+
+class LeaseRefused(RunInUse):
+    """A run wants a process-wide setting at a value that another run does not leave it.
+
+    Attributes:
+        setting: Which: a field of `ProcessSettings`.
+        wanted: The value asked for.
+        present: The value that the other run has, or waits for.
+        holder: The name of that run.
+    """
+
+    def __init__(
+        self, name: str, setting: str, wanted: object, present: object, holder: str, has: str
+    ) -> None:
+        self.setting, self.wanted, self.present, self.holder = setting, wanted, present, holder
+        instead = "leave the seed out" if setting == "seed" else "ask for the same value"
+        super().__init__(
+            f"run '{name}' cannot have the process's {_PROCESS_WIDE[setting]} with {setting}={wanted}: run "
+            f"'{holder}' {has} {setting}={present}, and a process has them only once. Let it wait for that "
+            f"run, {instead}, or carry it out in a process of its own"
+        )
 
 
 class NotFinished(InterlockError, TimeoutError):
@@ -143,6 +174,10 @@ class ReplacedParameter(PlacementError):
     """A parameter of the model was replaced in mid-run, without the optimizer knowing."""
 
 
+class UndeclaredChange(PlacementError):
+    """What trains was changed in mid-run, and nobody declared it."""
+
+
 class MisplacedState(PlacementError):
     """An optimizer's state stands on another device than its parameter."""
 
@@ -203,6 +238,9 @@ class ObserverWarning(UserWarning):
 __all__ = [
     "BrokenTie",
     "Cancelled",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
     "DataError",
     "DeadlinePassed",
     "DeviceInUse",
@@ -219,6 +257,7 @@ __all__ = [
     "IllegalTransition",
     "InterlockError",
     "JournalError",
+    "LeaseRefused",
     "LoadError",
     "LossError",
     "MisplacedState",
@@ -239,6 +278,7 @@ __all__ = [
     "StaleHandle",
     "StaleParameter",
     "TaskError",
+    "UndeclaredChange",
     "UnknownName",
     "UnusedParameterWarning",
 ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from .errors import (
     PlacementError,
     ReplacedParameter,
     StaleParameter,
+    UndeclaredChange,
     UnusedParameterWarning,
 )
 
@@ -69,12 +70,27 @@ def holders(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> dict[i
     return found
 
 
-def in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether `check_optimizers` would raise nothing: quicker, since it is asked at each report.
+class Agreement(NamedTuple):
+    """What trains, as it was when the optimizer was built or parameters were adopted last.
+
+    Attributes:
+        due: ids of the parameters that require gradients.
+        held: ids of the parameters that an optimizer holds.
+    """
+
+    due: frozenset[int]
+    held: frozenset[int]
+
+
+def agreed(model: nn.Module, optimizers: Sequence[Optimizer]) -> Agreement | None:
+    """What trains now, if it is in order: quicker than `check_optimizers`, since it is asked at each report.
 
     Args:
         model: As placed.
         optimizers: As built.
+
+    Returns:
+        `None` if `check_optimizers` would raise something.
     """
     mine: set[int] = set()
     due: set[int] = set()
@@ -91,7 +107,33 @@ def in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> bool:
                 modules.append(child)
     held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     once = set(held)
-    return len(once) == len(held) and due <= once <= mine
+    if len(once) == len(held) and due <= once <= mine:
+        return Agreement(frozenset(due), frozenset(once))
+    return None
+
+
+def check_agreement(model: nn.Module, before: Agreement, now: Agreement | None, when: str) -> None:
+    """Nothing trains, or stopped to train, that nobody declared.
+
+    Args:
+        model: As placed.
+        before: As agreed.
+        now: As found.
+        when: For messages.
+
+    Raises:
+        UndeclaredChange: Naming the parameters.
+    """
+    if now is None or now == before:
+        return
+    names = {id(p): name for name, p in model.named_parameters()}
+    changed = sorted(names.get(key, "?") for key in (before.due ^ now.due) | (before.held ^ now.held))
+    raise UndeclaredChange(
+        f"{when}: {some(changed)} began or ceased to train since the optimizer was built (requires_grad, or "
+        "its groups, were changed in mid-run), which no checkpoint would know of. Declare it: "
+        "`Task(adopt={epoch: function})`, or `training.adopt(function)` of a phase handle",
+        changed,
+    )
 
 
 def check_optimizers(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from interlock.specs import Spec
 from interlock.specs.journal import Replay, read_journal, replay
 
+from .checkpoint import Checkpoints
 from .choices import UsageError
 from .graphing import SUFFIXES, drawn, format_of, write
 from .journal import refuse_unwritable
@@ -112,7 +113,9 @@ def _carry_out(options: Namespace, signals: Signals) -> tuple[Outcome, Spec]:
 
 def _plan(engine: Engine, task: Task, options: Namespace) -> Plan:
     limits = {name: getattr(options, name) for name in ("max_steps", "max_time", "limit_batches", "overfit")}
-    return engine._plan(task, None, None, options.epochs, **limits)
+    kept = Checkpoints(options.checkpoints) if options.checkpoints is not None else None
+    resume = options.resume or None
+    return engine._plan(task, None, None, options.epochs, checkpoints=kept, resume=resume, **limits)
 
 
 def _afterwards(options: Namespace, outcome: Outcome, spec: Spec) -> tuple[Replay | None, list[str]]:

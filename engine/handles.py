@@ -179,6 +179,18 @@ class Training(_Handle):
         self._check("validate")
         return self._session.perform(lambda: self._session.validate(batches))
 
+    def adopt(self, change: Callable[[nn.Module, Any], object]) -> None:
+        """Change what trains, by declaration: unfreeze layers, add groups.
+
+        Args:
+            change: A function from model and optimizer (a mapping, if there are several).
+
+        Raises:
+            PlacementError: What it left does not fit together, as after building the optimizer.
+        """
+        self._check("adopt")
+        self._session.perform(lambda: self._session.adopt(change))
+
     def finish(self) -> Outcome:
         """End the run well: everything comes home.
 

@@ -14,57 +14,23 @@ lease ends only when all of it was put back: `give_back` can be repeated after a
 from __future__ import annotations
 
 import os
-import random
-import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from .errors import RunInUse, TaskError
+from .errors import LeaseRefused, RunInUse, TaskError
 from .evidence import add_note
+from .switches import SWITCHES, RandomSource, Seeds, States, Switch, host_sources, raise_first
 
-T = TypeVar("T")
-States = tuple[tuple["RandomSource", Any], ...]
-"""Random generators, each with a state."""
 WhenTaken = Literal["wait", "refuse"]
 PATIENCE = 0.05
 """Seconds between two looks at whether a request that waits can be granted, or its run was cancelled."""
 
-_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_WORDS = {
-    "seed": "random generators",
-    "deterministic": "determinism flags",
-    "dtype": "default dtype",
-    "threads": "thread count",
-}
-
-
-class LeaseRefused(RunInUse):
-    """A run wants a process-wide setting at a value that another run does not leave it.
-
-    Attributes:
-        setting: Which: a field of `ProcessSettings`.
-        wanted: The value asked for.
-        present: The value that the other run has, or waits for.
-        holder: The name of that run.
-    """
-
-    def __init__(
-        self, name: str, setting: str, wanted: object, present: object, holder: str, has: str
-    ) -> None:
-        self.setting, self.wanted, self.present, self.holder = setting, wanted, present, holder
-        instead = "leave the seed out" if setting == "seed" else "ask for the same value"
-        super().__init__(
-            f"run '{name}' cannot have the process's {_WORDS[setting]} with {setting}={wanted}: run "
-            f"'{holder}' {has} {setting}={present}, and a process has them only once. Let it wait for that "
-            f"run, {instead}, or carry it out in a process of its own"
-        )
 
 
 @dataclass(frozen=True)
@@ -109,200 +75,6 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# -- what is switched ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RandomSource:
-    """One random generator of the process.
-
-    Attributes:
-        name: For messages.
-        get: Its state, a copy.
-        put: Lets it stand in a state.
-        seed: Seeds it.
-    """
-
-    name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], object]
-    seed: Callable[[int], object]
-
-
-def host_sources() -> tuple[RandomSource, ...]:
-    """The generators of torch on the CPU, of Python, and of numpy if it is loaded; touches no device."""
-    cpu = torch.default_generator
-    found = [
-        RandomSource("torch on the CPU", cpu.get_state, cpu.set_state, cpu.manual_seed),
-        RandomSource("python", random.getstate, random.setstate, random.seed),
-    ]
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-
-        def seed(value: int) -> None:
-            # It takes 32 bits at a time; what fits gives the numbers that users know.
-            numpy.seed(value if value < 2**32 else [value % 2**32, value >> 32])
-
-        found.append(RandomSource("numpy", lambda: numpy.get_state(legacy=False), numpy.set_state, seed))
-    return tuple(found)
-
-
-class _Switch(ABC):
-    """One setting of the process: how it is read, set, and put back. All can be repeated."""
-
-    @abstractmethod
-    def read(self) -> Any:
-        """What the process has."""
-
-    @abstractmethod
-    def write(self, wanted: Any) -> None:
-        """Set it, for the process and for this thread."""
-
-    @abstractmethod
-    def restore(self, before: Any) -> None:
-        """Let the process have what `read` returned."""
-
-    def read_own(self, wanted: Any, before: Any) -> Any:
-        """What this thread has of its own; `before` is what the process had, if `wanted` is set already."""
-        return None
-
-    def restore_own(self, own: Any, others: Any) -> None:
-        """Let this thread have what `read_own` returned, and all others the value that stands for them."""
-        return
-
-
-class _Dtype(_Switch):
-    def read(self) -> Any:
-        return torch.get_default_dtype()
-
-    def write(self, wanted: Any) -> None:
-        torch.set_default_dtype(wanted)
-
-    def restore(self, before: Any) -> None:
-        torch.set_default_dtype(before)
-
-
-class _Threads(_Switch):
-    """The process has a count for threads that use torch for the first time; each thread then has its own.
-
-    `torch.set_num_threads` sets both, and only a new thread can tell, or set, the first alone. So, when
-    one of several runs leaves, a thread that is new at that very moment may get what that run's had.
-    """
-
-    def read(self) -> Any:
-        return _on_new_thread(torch.get_num_threads)
-
-    def write(self, wanted: Any) -> None:
-        torch.set_num_threads(wanted)
-
-    def restore(self, before: Any) -> None:
-        _on_new_thread(lambda: torch.set_num_threads(before))
-
-    def read_own(self, wanted: Any, before: Any) -> Any:
-        own = torch.get_num_threads()
-        # A thread that has the leased value has it from the lease: this very call may be its first use.
-        return before if before is not None and own == wanted else own
-
-    def restore_own(self, own: Any, others: Any) -> None:
-        torch.set_num_threads(own)
-        if own != others:
-            self.restore(others)
-
-
-def _on_new_thread(function: Callable[[], T]) -> T:
-    found: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            found.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="interlock thread count")
-    thread.start()
-    thread.join()
-    _raise_first(errors)
-    return found[0]
-
-
-class _Determinism(_Switch):
-    """torch's own flag, cuDNN's two, and a variable that cuBLAS reads when it starts."""
-
-    def read(self) -> Any:
-        return (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.backends.cudnn.deterministic,
-            torch.backends.cudnn.benchmark,
-            os.environ.get(_CUBLAS),
-        )
-
-    def write(self, wanted: Any) -> None:
-        torch.use_deterministic_algorithms(wanted)
-        torch.backends.cudnn.deterministic = wanted
-        if wanted:
-            torch.backends.cudnn.benchmark = False
-            os.environ.setdefault(_CUBLAS, ":4096:8")
-
-    def restore(self, before: Any) -> None:
-        mode, warn_only, cudnn, benchmark, variable = before
-        # Not the public function: it sets the compiler's flag too, which may stand otherwise.
-        torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
-        torch.backends.cudnn.deterministic = cudnn
-        torch.backends.cudnn.benchmark = benchmark
-        if variable is None:
-            os.environ.pop(_CUBLAS, None)
-        else:
-            os.environ[_CUBLAS] = variable
-
-    def read_own(self, wanted: Any, before: Any) -> Any:
-        # The compiler's flag, which `use_deterministic_algorithms` sets, is a context variable.
-        return _compiler().deterministic
-
-    def restore_own(self, own: Any, others: Any) -> None:
-        _compiler().deterministic = own
-
-
-def _compiler() -> Any:
-    from torch._inductor import config
-
-    return config
-
-
-class _Seeds(_Switch):
-    """Seeds sources or, for a run that goes on, puts its states into them."""
-
-    def __init__(self, sources: Sequence[RandomSource], states: States = ()) -> None:
-        self.sources, self.states = tuple(sources), states
-
-    def read(self) -> Any:
-        return tuple((source, source.get()) for source in self.sources)
-
-    def write(self, wanted: Any) -> None:
-        if self.states:
-            self.restore(self.states)
-            return
-        for source in self.sources:
-            source.seed(wanted)
-
-    def restore(self, before: Any) -> None:
-        errors: list[BaseException] = []
-        for source, state in before:
-            try:
-                source.put(state)
-            except BaseException as error:
-                add_note(error, f"interlock: in putting back the random generator of {source.name}")
-                errors.append(error)
-        _raise_first(errors)
-
-
-_SWITCHES: dict[str, _Switch] = {"deterministic": _Determinism(), "dtype": _Dtype(), "threads": _Threads()}
-
-
-# -- who has it ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Suspended:
     """What a run that gave everything back needs to go on as if it had not.
@@ -323,7 +95,7 @@ class _Lease:
     owner: object
     name: str
     settings: ProcessSettings
-    seeds: _Seeds
+    seeds: Seeds
     thread: int = 0
     complete: bool = False
     left: dict[str, Any] = field(default_factory=dict)
@@ -335,8 +107,8 @@ class _Lease:
         self.thread = threading.get_ident()
         self.left = self.settings.wanted()
 
-    def switch(self, setting: str) -> _Switch:
-        return self.seeds if setting == "seed" else _SWITCHES[setting]
+    def switch(self, setting: str) -> Switch:
+        return self.seeds if setting == "seed" else SWITCHES[setting]
 
 
 class _Registry:
@@ -463,7 +235,7 @@ def take(
         TaskError: `when_taken` is neither.
         BaseException: What `check` or a setter raised. Everything is as it was.
     """
-    seeds = _Seeds((*host_sources(), *sources) if settings.seed is not None else ())
+    seeds = Seeds((*host_sources(), *sources) if settings.seed is not None else ())
     _take(_Lease(owner, name, settings, seeds), when_taken, check)
 
 
@@ -483,7 +255,7 @@ def give_back(owner: object) -> None:
     with registry.lock:
         errors = registry.release(owner)
         registry.parked[:] = [entry for entry in registry.parked if entry[0] is not owner]
-    _raise_first(errors)
+    raise_first(errors)
 
 
 def suspend(owner: object) -> Suspended:
@@ -511,7 +283,7 @@ def suspend(owner: object) -> Suspended:
             token = Suspended(lease.settings, lease.name, lease.seeds.read())
             registry.parked.append((owner, token))
         errors = registry.release(owner)
-    _raise_first(errors)
+    raise_first(errors)
     return token
 
 
@@ -527,7 +299,7 @@ def resume(owner: object, token: Suspended, *, when_taken: WhenTaken, check: Cal
     Raises:
         BaseException: As `take`.
     """
-    seeds = _Seeds(tuple(source for source, _ in token.states), token.states)
+    seeds = Seeds(tuple(source for source, _ in token.states), token.states)
     _take(_Lease(owner, token.name, token.settings, seeds), when_taken, check)
 
 
@@ -563,14 +335,6 @@ def _take(lease: _Lease, when_taken: WhenTaken, check: Callable[[], None]) -> No
         except BaseException as later:
             add_note(error, f"interlock: and giving the lease back raised {type(later).__name__}: {later}")
         raise
-
-
-def _raise_first(errors: list[BaseException]) -> None:
-    if not errors:
-        return
-    for later in errors[1:]:
-        add_note(errors[0], f"interlock: giving a lease back also raised {type(later).__name__}: {later}")
-    raise errors[0]
 
 
 def _forget_all() -> None:

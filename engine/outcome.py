@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from interlock.specs import Entry
@@ -75,6 +76,7 @@ class Outcome:
         seconds: From start to closed.
         notes: Observations worth reading, such as "8 of 8 parameters changed".
         spec_hash: Of the lifecycle that ran, as written in its journal.
+        checkpoint: The directory of the last one that the run saved.
         result: Of an evaluation or a prediction.
     """
 
@@ -93,6 +95,7 @@ class Outcome:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     spec_hash: str = ""
+    checkpoint: Path | None = None
     result: Any = field(default=None, repr=False)
 
     @property

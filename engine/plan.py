@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .checkpoint import Checkpoints
 from .errors import TaskError
 from .task import Data
 
@@ -37,6 +39,9 @@ class Plan:
         overfit: Train on so many batches only, the first ones, again and again: can it learn them?
         validate_every: Steps between two validations; `None` for one after each epoch.
         stop_when: Rules that may end it, as stopped.
+        checkpoints: Where and how often the run is saved.
+        resume: `True` for the newest one there that was saved between two epochs (from the beginning if
+            there is none yet), or the directory of a checkpoint.
     """
 
     data: Data
@@ -47,6 +52,8 @@ class Plan:
     overfit: int | None = None
     validate_every: int | None = None
     stop_when: Sequence[StopRule] = ()
+    checkpoints: Checkpoints | None = None
+    resume: bool | str | Path | None = None
 
     def __post_init__(self) -> None:
         problems = [problem for field in fields(self) for problem in self._wrong(field.name)]
@@ -67,6 +74,12 @@ class Plan:
         elif name == "max_time":
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 yield f"max_time must be a number of seconds above 0, got {value!r}"
+        elif name == "checkpoints":
+            if value is not None and not isinstance(value, Checkpoints):
+                yield f"checkpoints must be a Checkpoints(folder), got {value!r}"
+        elif name == "resume":
+            if value is not None and not isinstance(value, (bool, str, Path)):
+                yield f"resume must be True or the directory of a checkpoint, got {value!r}"
         elif name not in ("data", "epochs") and value is not None:
             number = isinstance(value, int) and not isinstance(value, bool)
             if not (number and value >= 1):

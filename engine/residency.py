@@ -346,7 +346,7 @@ class Registry:
         copies: dict[int, torch.Tensor] = {}
         if not self._adapter.copies:
             return copies
-        for tensor in self._state_tensors():
+        for tensor in self.state_tensors():
             if id(tensor) not in copies and self._adapter.resident(tensor):
                 copies[id(tensor)] = self._adapter.fetch(tensor)
         return copies
@@ -366,7 +366,7 @@ class Registry:
         """The optimizers, and those inside them."""
         return family(self.optimizers)
 
-    def _state_tensors(self) -> Iterator[torch.Tensor]:
+    def state_tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that an optimizer holds, but for the parameters: these are the model's."""
         for optimizer in self.family():
             mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -399,7 +399,7 @@ class Registry:
             for tensor in _held(slot.value):
                 if self._adapter.resident(tensor):
                     yield f"model.{slot.name}", tensor
-        for tensor in self._state_tensors():
+        for tensor in self.state_tensors():
             if self._adapter.resident(tensor):
                 yield "optimizer.state", tensor
 

@@ -50,7 +50,10 @@ class Fit:
         else:
             batches = plan.training()
         session.judges = [rule.begin() for rule in plan.stop_when]
+        session.claim()
         session.driver.advance("training")
+        session.began(self._position.step)
+        self._validated = self._position.step
         limit = _TimeLimit(plan.max_time, self._position)
         try:
             session.end("finish" if self._epochs(batches) else "stop")

@@ -22,7 +22,8 @@ from interlock.specs import Entry, Kind, Lifecycle, Status
 from .driver import PATIENCE, WAITS, Driver, Position
 from .errors import DeadlinePassed, NoWayOut, RunInUse, TaskError
 from .events import Bus, Closed, Note, PhaseChanged, Report
-from .evidence import Errors, raise_again
+from .evidence import Errors, add_note, raise_again
+from .keeping import Boundary, Keeper, generators_of
 from .loop import check_cancel, explain, mean_loss
 from .options import Options
 from .outcome import UNKNOWN, Outcome, Residue, StatusName
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
     from interlock.backends.adapter import Adapter
 
+    from .checkpoint import Saved
     from .stepping import Stepping
 
 T = TypeVar("T")
@@ -64,6 +66,7 @@ class Session:
         program: The step, proved for that backend; `None` where the task's is written by hand.
         options: How.
         bus: Whom to tell.
+        resume: The checkpoint to go on from.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Session:
         program: StepProgram | None,
         options: Options,
         bus: Bus,
+        resume: Saved | None = None,
     ) -> None:
         self.id = uuid.uuid4().hex[:12]
         self.task = task
@@ -104,7 +108,14 @@ class Session:
         self._outside: BaseException | None = None
         stack = ReleaseStack(options.deadline, adapter.copies)
         self.work = Work(task, adapter, program, options, self.position, stack, self._say)
-        wishes = frozenset({options.exit} - {"offload"})
+        about = {"task": task.name, "backend": adapter.name, "spec": life.spec.hash}
+        settings = plan.checkpoints if plan is not None else None
+        if settings is not None or resume is not None:
+            self.work.keeper = Keeper(settings, resume, about, self._say, self._tell)
+            self.work.generators = generators_of(plan) if plan is not None else {}
+        rescues = self.work.keeper is not None and self.work.keeper.rescues
+        wished = {options.exit: options.exit != "offload", "restore": resume is not None, "rescue": rescues}
+        wishes = frozenset(wish for wish, wanted in wished.items() if wanted)
         self.driver = Driver(
             life,
             self.work.actions(life.spec),
@@ -141,6 +152,16 @@ class Session:
 
     def begin_epoch(self) -> None:
         """What is due before the first step of the present epoch."""
+        change = self.task.adopt.get(self.position.epoch)
+        if change is not None:
+            self.adopt(change)
+
+    def adopt(self, change: Callable[[nn.Module, Any], object]) -> None:
+        """Let what trains be changed, by declaration."""
+        if self._losses:
+            self._report_losses()
+        self.work.adoption = change
+        self.driver.reach("adopt")
 
     def end_epoch(self, batches: Any) -> None:
         """What is due after the last step of the present epoch.
@@ -151,10 +172,45 @@ class Session:
         if batches is not None:
             self.validate(batches)
         self.work.end_of_epoch(self._metrics)
+        keeper = self.work.keeper
+        if keeper is not None and keeper.due_after(self.position.epoch + 1):
+            self.save("epoch")
+
+    def claim(self) -> None:
+        """Have what the run writes for itself alone, before anything is taken."""
+        if self.work.keeper is not None:
+            self.work.keeper.claim()
+            judges = {
+                f"stop rule {i}": one for i, one in enumerate(self.judges) if hasattr(one, "state_dict")
+            }
+            self.work.rules = judges
+
+    def began(self, step: int) -> None:
+        """Training begins, at this step."""
+        if self.work.keeper is not None:
+            self.work.keeper.begin(step)
 
     def save_when_due(self, step: int) -> int:
         """Save a checkpoint if one is due after this step; the step at which the next one is."""
-        return NEVER
+        keeper = self.work.keeper
+        if keeper is None:
+            return NEVER
+        now, following = keeper.due(step)
+        if now:
+            self.save("step")
+        return NEVER if following is None else following
+
+    def save(self, boundary: Boundary) -> None:
+        """Save a checkpoint now.
+
+        Args:
+            boundary: Between two epochs, or between two steps of one.
+        """
+        if self.work.keeper is not None:
+            self.work.keeper.boundary = boundary
+            self.work.keeper.metrics = dict(self._metrics)
+            self.driver.reach("checkpoint")
+            self.work.keeper.boundary = "step"
 
     def attend(self) -> bool:
         """Honour what was asked for, between two steps; whether to go on."""
@@ -389,6 +445,10 @@ class Session:
 
     def _note_error(self, error: BaseException) -> str:
         """Turn an error into evidence that pins nothing; the event to fire for it."""
+        with suppress(Exception):  # a remark on an error, which must not become another one
+            note = self.adapter.explain(error, self.work.parts())
+            if note:
+                add_note(error, note)
         self.errors.note(error, self.driver.phase, self.position.step, self._outside)
         # By the type itself: `isinstance` also asks the object, whose class is the user's.
         if issubclass(type(error), DeadlinePassed):
@@ -446,6 +506,7 @@ class Session:
             seconds=seconds,
             notes=(*self._notes, *work.remarks(), *self.bus.failed),
             spec_hash=slot.lifecycle.spec.hash,
+            checkpoint=work.keeper.saved if work.keeper is not None else None,
             result=work.result,
         )
 
@@ -482,6 +543,9 @@ class Session:
 
     def _say(self, text: str) -> None:
         self._notes.append(text)
+        self._tell(text)
+
+    def _tell(self, text: str) -> None:
         self.bus.publish(Note(text))
 
     def report(self, losses: list[torch.Tensor]) -> None:

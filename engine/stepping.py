@@ -14,6 +14,7 @@ import torch
 from . import facts
 from .driver import Position
 from .errors import TaskError
+from .fused import settle
 from .hand import Hand
 from .options import Nonfinite
 from .program import StepProgram
@@ -164,6 +165,8 @@ class Stepping:
         run = self._observed()
         run.check("in the first step")
         got, trainable = facts.check_gradients(run.placed_model(), self._optimizers)
+        for optimizer in self._optimizers:
+            settle(optimizer)
         run.say(f"{got} of {trainable} parameters received a gradient in the first step")
         self._updated = True
 
@@ -172,6 +175,7 @@ class Stepping:
         run = self._observed()
         run.check("in the first step")
         got, trainable = facts.check_gradients(run.placed_model(), (optimizer,))
+        settle(optimizer)
         whose = f" of optimizer '{name}'" if len(self._optimizers) > 1 else ""
         run.say(f"{got} of {trainable} parameters{whose} received a gradient in the first step")
         self._updated = True

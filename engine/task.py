@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .errors import DataError, TaskError
@@ -65,6 +65,9 @@ class Task:
         step: A function from a step handle and a batch to the loss (or a mapping with "loss" in it): a
             training step that is written by hand, each call checked. See `interlock.Stepper`. The
             optimizer function may return several optimizers then, by name.
+        adopt: Epoch (from 0) -> a function from model and optimizer (a mapping, if there are several) that
+            changes what trains, before that epoch: unfreezes layers, adds groups by
+            `optimizer.add_param_group`. Any other change of what trains in mid-run is an error.
         data: A function without arguments that returns `Data` (or a pair, or just the training
             batches); called when none is passed to `fit`, as on the command line.
         epochs: How many epochs to train if `fit` is not told.
@@ -87,6 +90,7 @@ class Task:
     output: Callable[[nn.Module, Batch], Any] | None = None
     validates_loss: bool = True
     step: StepFunction | None = None
+    adopt: Mapping[int, Callable[[nn.Module, Any], object]] = field(default_factory=dict)
     data: Callable[[], Any] | None = None
     epochs: int = 1
     batch_size: Callable[[Any], int] | None = None
@@ -118,20 +122,20 @@ class Task:
             yield f"optimizer is {_kind(optimizer)}: pass a function from the placed model to an optimizer"
         elif not _takes(optimizer, "model"):
             yield f"the optimizer function {_signature(optimizer)} is called as `optimizer(model)`"
-        for field, (does, *arguments) in _FUNCTIONS.items():
-            value = getattr(self, field)
+        for part, (does, *arguments) in _FUNCTIONS.items():
+            value = getattr(self, part)
             if value is None:
                 continue
             if not callable(value):
-                yield f"{field} is {_kind(value)}: pass a function from {does}, or leave it out"
-            elif field == "loss" and _is_a(value, "torch.nn.modules.module.Module"):
+                yield f"{part} is {_kind(value)}: pass a function from {does}, or leave it out"
+            elif part == "loss" and _is_a(value, "torch.nn.modules.module.Module"):
                 yield (
                     f"loss is {_kind(value)}, a criterion of outputs and targets, and is called with model "
                     "and batch: pass `loss=lambda m, b: criterion(m(b[0]), b[1])`"
                 )
             elif not _takes(value, *arguments):
-                call = f"{field}({', '.join(arguments)})"
-                yield f"the {field} function {_signature(value)} is called as `{call}`"
+                call = f"{part}({', '.join(arguments)})"
+                yield f"the {part} function {_signature(value)} is called as `{call}`"
 
     def _wrong_settings(self) -> Iterator[str]:
         epochs: Any = self.epochs
@@ -152,6 +156,7 @@ class Task:
                 "options are woven into the engine's own step, and the step is written by hand: do the same "
                 "there (`step.clip(...)`), or leave `step` out"
             )
+        yield from self._wrong_adoptions()
         if metric is not None and not isinstance(metric, str):
             yield f"scheduler_metric is {_kind(metric)}: pass the name of a metric, such as 'val_loss'"
         if self.scheduler_every not in ("step", "epoch"):
@@ -160,6 +165,19 @@ class Task:
             yield f"epochs is {epochs!r}: pass a whole number of at least 1"
         if not isinstance(name, str):
             yield f"name is {_kind(name)}: pass a string"
+
+    def _wrong_adoptions(self) -> Iterator[str]:
+        adopt: Any = self.adopt
+        if not isinstance(adopt, Mapping):
+            yield f"adopt is {_kind(adopt)}: pass a mapping from epoch to function, such as {{2: unfreeze}}"
+            return
+        for epoch, change in adopt.items():
+            if not isinstance(epoch, int) or isinstance(epoch, bool) or epoch < 0:
+                yield f"adopt has the key {epoch!r}: pass epochs as whole numbers from 0"
+            if not callable(change):
+                yield f"adopt has {_kind(change)} for epoch {epoch!r}: pass a function of model and optimizer"
+            elif not _takes(change, "model", "optimizer"):
+                yield f"the adopt function {_signature(change)} is called as `function(model, optimizer)`"
 
     @property
     def window(self) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +23,7 @@ from interlock.backends.adapter import Adapter
 from interlock.specs import Spec
 from interlock.specs.protocol import step_protocol
 
-from . import facts, wiring
+from . import facts, leases, wiring
 from .batches import convert, held, size
 from .deadline import bounded
 from .driver import Position
@@ -29,6 +31,8 @@ from .errors import TaskError
 from .evaluation import evaluate, predict
 from .fused import fuse
 from .hand import Hand
+from .keeping import Keeper, Kept
+from .leases import ProcessSettings
 from .loop import check_cancel
 from .options import Options
 from .outcome import UNKNOWN, Residue
@@ -73,6 +77,12 @@ class Work:
         self.schedulers: dict[str, Any] = {}
         """By the name of their optimizer."""
         self.residue: Residue | None = None
+        self.keeper: Keeper | None = None
+        """Saves and restores, in a run that does."""
+        self.generators: Mapping[str, torch.Generator] = {}
+        """Those that shuffle its data."""
+        self.rules: Mapping[str, Any] = {}
+        """Its stop rules that remember something."""
         self.validation: dict[str, float] = {}
         self.batches: Any = None
         """What the next validation goes over, or the evaluation or prediction."""
@@ -92,6 +102,14 @@ class Work:
         self._registry: Registry | None = None
         self._known: dict[int, str] | None = None
         """id -> name of the parameters when the optimizer was built."""
+        self._agreed: facts.Agreement | None = None
+        """What trains, as agreed then."""
+        self.adoption: Callable[[nn.Module, Any], object] | None = None
+        """What the next adoption changes."""
+        self._device_random: torch.Tensor | None = None
+        """What the device's generator was before it was seeded."""
+        self._lent: tuple[Any, Any] = None, None
+        """The lease and the device's random state of a suspended run."""
         self._resting = Resting()
         """What stood on the device when the run was suspended."""
         self._family: list[Optimizer] = []
@@ -113,6 +131,10 @@ class Work:
             "optimizing": self._optimize,
             "validating": self._validate,
             "predicting": self._predict,
+            "adopting": self._adopt,
+            "checkpointing": self._save,
+            "rescuing": self._save,
+            "restoring": self._restore,
             "dropping": self._drop,
             "homing": lambda: self._stack.release("model"),
             "keeping": lambda: self._stack.release("model", keep),
@@ -151,9 +173,27 @@ class Work:
         }
         theirs = self._adapter.releases()
         self._refuse_clash("releases", "resource", own, theirs)
-        return own | {
+        given = {
             name: Release(f"giving back the {name}", _nothing, function) for name, function in theirs.items()
         }
+        # What the process has once is taken and given back with the device.
+        given["device"] = replace(
+            given["device"],
+            copy=self._with_random_state(given["device"].copy),
+            commit=lambda _: leases.give_back(self._token),
+            forget=lambda: leases.give_back(self._token),
+        )
+        return own | given
+
+    def _with_random_state(self, free: Callable[[], Any]) -> Callable[[], Any]:
+        """Give the device back with its generator as it was."""
+
+        def call() -> Any:
+            state, self._device_random = self._device_random, None
+            self._adapter.set_random_state(state)
+            return free()
+
+        return call
 
     def _refuse_clash(
         self, method: str, kind: str, own: Mapping[str, object], theirs: Mapping[str, object]
@@ -200,9 +240,13 @@ class Work:
 
     def let_go(self) -> None:
         """Drop every reference to the parts of the run."""
+        leases.give_back(self._token)
+        if self.keeper is not None:
+            self.keeper.close()
+        self.generators, self.rules = {}, {}
         unclaim(self._token)
         self.say = _nothing
-        self.model = self.batches = None
+        self.model = self.batches = self.adoption = None
         self.optimizers = ()
         self._family = []
         self.named = {}
@@ -225,7 +269,15 @@ class Work:
     def _acquire(self) -> None:
         check_cancel(self._position)
         _load_compiler()
+        settings, options = self._settings(), self._options
+        if settings.wanted():
+            check = partial(check_cancel, self._position)
+            name = self._todo().name
+            leases.take(settings, self._token, when_taken=options.when_taken, check=check, name=name)
         self._adapter.acquire()
+        if settings.seed is not None:
+            self._device_random = self._adapter.random_state()
+            self._adapter.seed(settings.seed)
 
     def _place(self) -> None:
         check_cancel(self._position)
@@ -264,11 +316,46 @@ class Work:
             raise
         for optimizer in self.optimizers:
             fuse(optimizer)
-        self._known = {id(p): name for name, p in model.named_parameters()}
+        self._agree(model)
         if task.scheduler is not None:
             given = self.named if len(self.named) > 1 else self.optimizers[0]
             self.schedulers = wiring.as_schedulers(task.scheduler(given), self.named, task.scheduler_every)
         self._begin_stepping(task, model)
+
+    def _agree(self, model: nn.Module) -> None:
+        """What trains from now on, until parameters are adopted."""
+        self._known = {id(p): name for name, p in model.named_parameters()}
+        self._agreed = facts.agreed(model, self.optimizers)
+
+    def _adopt(self) -> None:
+        """Let the task change what trains, and look at what became of it."""
+        model, _ = self.placed()
+        change, self.adoption = self.adoption, None
+        if change is None:
+            raise TaskError("there is nothing to adopt: no function says what is to change")
+        self._known = self._agreed = None  # what is found from here on was declared
+        change(model, self.named if len(self.named) > 1 else self.optimizers[0])
+        self.check("when parameters were adopted")
+        self._agree(model)
+
+    def _kept(self) -> Kept:
+        """What a checkpoint holds."""
+        extra = {**self.stepping.state(), **self.rules, **self.generators}
+        return Kept(self.placed_model(), self.named, self.schedulers, extra)
+
+    def _save(self) -> None:
+        if self.keeper is None:
+            raise TaskError("this run keeps no checkpoints")
+        self.keeper.save(self._kept(), self._position, self._adapter)
+
+    def _restore(self) -> None:
+        check_cancel(self._position)
+        if self.keeper is None:
+            raise TaskError("this run resumes from no checkpoint")
+        self._known = self._agreed = None  # groups may have been added, and layers unfrozen, by then
+        self.keeper.restore(self._kept(), self._position, self._adapter)
+        self.check("when the checkpoint was restored")
+        self._agree(self.placed_model())
 
     def _begin_stepping(self, task: Task, model: nn.Module) -> None:
         """Make the step over what has just been built."""
@@ -364,6 +451,7 @@ class Work:
             self._move,
             self._todo().batch_size,
             self._position,
+            [(self._adapter.random_state, self._adapter.set_random_state)] if self._adapter.copies else [],
         )
 
     def _drop(self) -> None:
@@ -383,13 +471,34 @@ class Work:
         self._stack.release("optimizer", Release(home, commit, registry.copy_state))
         self._stack.release("model")
         self.stepping.suspend()
+        self._lent = self._lend()
         self._measure()
         if self.residue is not None and self.residue.bytes:
             self.say(f"while suspended, {self.residue.bytes} bytes of the run stay on the device")
 
+    def _settings(self) -> ProcessSettings:
+        """What the run wants of its process. One that resumes brings states of its own for the generators."""
+        settings = self._options.process
+        resumes = self.keeper is not None and self.keeper.resume is not None
+        return replace(settings, seed=0) if resumes and settings.seed is None else settings
+
+    def _lend(self) -> tuple[Any, Any]:
+        """Give back what the process has once: the lease, and the state of the device's generator."""
+        if not self._settings().wanted():
+            return None, None
+        state = self._adapter.random_state() if self._settings().seed is not None else None
+        return leases.suspend(self._token), state
+
     def _reacquire(self) -> None:
         check_cancel(self._position)
+        lease, state = self._lent
+        if lease is not None:
+            check = partial(check_cancel, self._position)
+            leases.resume(self._token, lease, when_taken=self._options.when_taken, check=check)
         self._adapter.acquire()
+        if state is not None:
+            self._device_random = self._adapter.random_state()
+            self._adapter.set_random_state(state)
 
     def _resume(self) -> None:
         """Placed anew, and the optimizer follows."""
@@ -403,7 +512,7 @@ class Work:
         self.residue = None
         place_again(registry, self._adapter, self._resting)
         self._resting = Resting()
-        self._known = {id(p): name for name, p in self.model.named_parameters()}
+        self._agree(self.model)
         self.check("when the run was resumed")
 
     def _measure(self) -> None:
@@ -419,6 +528,19 @@ class Work:
         design += ["a failed run's frames are kept"] if options.keep_frames else []
         found = with_owners(left, self._adapter) if total > kept else ()
         self.residue = Residue(True, total - kept, found, "; ".join(design))
+
+    def parts(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors of the run by what they are, for a report on memory."""
+        model, registry = self.model, self._registry
+        if model is None or registry is None:
+            return {}
+        parameters = list(model.parameters())
+        return {
+            "parameters": list(parameters),
+            "buffers": list(model.buffers()),
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer state": list(registry.state_tensors()),
+        }
 
     def _bytes_of_model(self) -> int:
         values = [slot.value for slot in slots(self.model)] if self.model else []
@@ -453,9 +575,12 @@ class Work:
         """
         model, registry = self.placed()
         if self.optimizers:
-            if self._known is None or not facts.in_order(model, self.optimizers):
+            now = facts.agreed(model, self.optimizers)
+            if self._agreed is None or now is None:
                 names = registry.original_names()
                 facts.check_optimizers(model, self.optimizers, names, when=when, known=self._known)
+            else:
+                facts.check_agreement(model, self._agreed, now, when)
             facts.check_state(self._family, model)
         if registry.went:
             facts.check_resident(model, registry.went, self._adapter.resident)

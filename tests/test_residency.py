@@ -184,17 +184,12 @@ def test_a_buffer_with_a_graph_comes_home_without_it(backend: str) -> None:
 
 @on_each_backend
 def test_freezing_in_mid_run_is_kept(backend: str) -> None:
-    steps = 0
-
-    def loss(model: Any, batch: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
-            model.body.requires_grad_(False)
-        return loss_of(model, batch)
+    def freeze(model: Any, _: Any) -> None:
+        model.body.requires_grad_(False)
 
     model = net()
-    finished(run(backend, task(model=model, loss=loss)))
+    with pytest.warns(errors.FrozenParameterWarning, match=r"body\.weight"):
+        finished(run(backend, task(model=model, adopt={1: freeze}), epochs=2))
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
     assert [p.is_leaf for p in model.parameters()] == [True] * 4
 

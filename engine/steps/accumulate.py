@@ -7,6 +7,7 @@ of unequal size, come out right: dividing each loss by the length of the window 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -111,10 +112,10 @@ class _Window:
     def head(self, batches: Sequence[Any]) -> Sequence[Any]:
         weights = [float(self._weigh(batch)) for batch in batches]
         total = sum(weights)
-        if not total > 0 or min(weights) < 0:
+        if not 0 < total < math.inf or min(weights) < 0:
             raise DataError(
                 f"the batches of a window count {weights} by `batch_size` or `weigh`: at least one of them "
-                "must count, and none less than nothing"
+                "must count, and none less than nothing or without end"
             )
         self._shares = [weight / total for weight in reversed(weights)]
         self._total = None

@@ -9,6 +9,8 @@ updates only, and skipped ones are counted and reported as `skipped_updates`.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args
@@ -40,10 +42,13 @@ class Precision(Option):
                 f"Precision must be one of {', '.join(map(repr, get_args(Halves)))}, got {dtype!r}; leave "
                 "it out for single precision"
             )
-        if not init_scale > 0 or not growth_interval > 0:
+        scale: object = init_scale  # they come from anywhere
+        interval: object = growth_interval
+        if not isinstance(scale, (int, float)) or isinstance(scale, bool) or not 0 < scale < math.inf:
+            raise TaskError(f"Precision's init_scale must be a finite number above 0, got {scale!r}")
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise TaskError(
-                "Precision's init_scale and growth_interval must be above 0, got "
-                f"{init_scale!r} and {growth_interval!r}"
+                f"Precision's growth_interval must be a whole number of at least 1, got {interval!r}"
             )
         self.dtype = dtype
         self.init_scale = float(init_scale)
@@ -93,11 +98,17 @@ class Precision(Option):
         half = torch.float16 if self.scales else torch.bfloat16
 
         def around(call: Callable[..., Any]) -> Callable[..., Any]:
-            context = torch.autocast(parts.device, half)
+            kind, context = parts.device, torch.autocast(parts.device, half)
 
             def autocast(*arguments: Any) -> Any:
-                with context:
-                    return call(*arguments)
+                before = autocast_state(kind)
+                try:
+                    with context:
+                        return call(*arguments)
+                except BaseException:
+                    # An interrupt may land in the context's own lines, and leave it half entered.
+                    put_back(kind, before)
+                    raise
 
             return autocast
 
@@ -127,6 +138,43 @@ _SCALER: Mapping[str, str] = {
     "skip": "skip(): count an update that was given up",
     "rescale": "rescale(): halve the scale after an overflow, double it after many windows without",
 }
+
+
+def autocast_state(kind: str) -> tuple[bool, Any, bool, int]:
+    """What entering `torch.autocast` changes on this thread, to be put back.
+
+    Args:
+        kind: The type of the device.
+
+    Returns:
+        Whether it is on, its type, whether conversions are kept, how deep it is nested.
+    """
+    import torch
+
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    # How deep it is nested is only said by going one deeper and back: in one go, so that no interrupt
+    # can land between the two.
+    _, depth = map(operator.call, (torch.autocast_increment_nesting, torch.autocast_decrement_nesting))
+    return enabled, dtype, torch.is_autocast_cache_enabled(), depth
+
+
+def put_back(kind: str, state: tuple[bool, Any, bool, int]) -> None:
+    """Make autocast on this thread what it was; doing so twice does no harm.
+
+    Args:
+        kind: The type of the device.
+        state: As `autocast_state` returned it.
+    """
+    import torch
+
+    enabled, dtype, cached, depth = state
+    for _ in range(autocast_state(kind)[-1] - depth):
+        torch.autocast_decrement_nesting()
+    if depth == 0:
+        torch.clear_autocast_cache()
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cached)
 
 
 def finite(scaler: Any, optimizer: Any) -> bool:

@@ -1,0 +1,253 @@
+"""Checkpoints of one run: when they are due, what goes into them, and how a run goes on from one.
+
+`capture` and `restoring` know what of a run decides its future, `store` how it gets to the disk. Here it is
+said which of these a run wants, and what belongs to it beside model and optimizers: the state of options and
+of stop rules, and of the generators that shuffle its data and that the device has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from interlock.backends.adapter import Adapter
+
+from .capture import capture, describe
+from .checkpoint import CheckpointError, Checkpoints, Saved, look
+from .driver import Position
+from .restoring import restore
+from .store import Store
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+Boundary = Literal["epoch", "step"]
+Say = Callable[[str], None]
+
+
+class Keeper:
+    """Saves and restores one run.
+
+    Args:
+        settings: Where and how often; `None` for a run that only resumes.
+        resume: From which checkpoint, as chosen by `chosen`; `None` for a run from the beginning.
+        about: What is written of the run into each checkpoint.
+        say: Takes what is worth reading afterwards.
+        tell: Takes what is worth reading while the run goes on.
+    """
+
+    def __init__(
+        self,
+        settings: Checkpoints | None,
+        resume: Saved | None,
+        about: Mapping[str, Any],
+        say: Say,
+        tell: Say,
+    ) -> None:
+        self.resume = resume
+        self.boundary: Boundary = "step"
+        self.metrics: Mapping[str, float] = {}
+        self.saved: Path | None = None
+        self._settings = settings
+        self._store = Store(settings.folder, settings.keep) if settings is not None else None
+        self._about = about
+        self._say: Say = say
+        self._tell: Say = tell
+        self._last = 0
+
+    @property
+    def rescues(self) -> bool:
+        """Whether a run that fails saves once more, where its state is whole."""
+        return self._settings is not None and self._settings.rescue
+
+    def claim(self) -> None:
+        """Have the folder for this run alone, until `close`.
+
+        Raises:
+            CheckpointError: Another run writes there, or it is a folder for something else.
+        """
+        if self._store is not None:
+            self._store.claim()
+            for damaged in self._store.damaged():
+                self._say(str(damaged))
+
+    def begin(self, step: int) -> None:
+        """Count the steps between two checkpoints from here on."""
+        self._last = step
+
+    def due(self, step: int) -> tuple[bool, int | None]:
+        """Whether one is due after this step, and the step at which the next one is."""
+        every = self._settings.every_steps if self._settings is not None else None
+        if every is None:
+            return False, None
+        now = step >= self._last + every
+        return now, (step if now else self._last) + every
+
+    def due_after(self, epoch: int) -> bool:
+        """Whether one is due after so many complete epochs."""
+        every = self._settings.every_epochs if self._settings is not None else None
+        return every is not None and epoch % every == 0
+
+    def save(self, parts: Kept, position: Position, adapter: Adapter) -> None:
+        """Write a checkpoint; those that are too many go.
+
+        Raises:
+            CheckpointError: It cannot be written, or something in it cannot be saved.
+        """
+        store, settings = self._store, self._settings
+        if store is None or settings is None:
+            raise CheckpointError("this run keeps no checkpoints: pass `checkpoints=Checkpoints(folder)`")
+        state = capture(
+            parts.model,
+            parts.optimizers,
+            parts.schedulers,
+            fetch=adapter.fetch,
+            extra={**parts.extra, **_device_random(adapter)},
+        )
+        between = self.boundary == "epoch"
+        about = {
+            **self._about,
+            "step": position.step,
+            "epoch": position.epoch + between,
+            "boundary": self.boundary,
+            "metrics": dict(self.metrics),
+        }
+        saved = store.write(state, {**about, **describe(state)})
+        self._last = position.step
+        self.saved = saved.path
+        store.prune(best=settings.best, lower_is_better=settings.lower)
+        self._tell(f"saved {saved.path.name}")
+
+    def restore(self, parts: Kept, position: Position, adapter: Adapter) -> None:
+        """Bring all parts to where they were; training goes on from there.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or does not fit.
+        """
+        saved = self.resume
+        if saved is None:
+            raise CheckpointError("there is no checkpoint to go on from")
+        state = Store(saved.path.parent).read(saved)
+        extra = {**parts.extra, **_device_random(adapter)}
+        restore(state, parts.model, parts.optimizers, parts.schedulers, extra=extra)
+        position.step, position.epoch = saved.step, saved.epoch
+        self._say(f"resumed from {saved.path.name}: step {saved.step}, epoch {saved.epoch + 1}")
+        newer = [one.path.name for one in Store(saved.path.parent).all() if one.number > saved.number]
+        if newer:
+            self._say(f"left aside, saved later and in the middle of an epoch: {', '.join(newer)}")
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._store is not None:
+            with suppress(OSError):
+                self._store.close()
+        self._say = self._tell = _nothing
+
+
+class Kept:
+    """The parts of a run that a checkpoint holds.
+
+    Attributes:
+        model: As placed.
+        optimizers: As built.
+        schedulers: As built.
+        extra: Name -> what else decides the future.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        schedulers: Mapping[str, Any],
+        extra: Mapping[str, Any],
+    ) -> None:
+        self.model = model
+        self.optimizers = list(optimizers.values())
+        self.schedulers = list(schedulers.values())
+        self.extra = extra
+
+
+def chosen(resume: bool | str | Path | None, settings: Checkpoints | None) -> Saved | None:
+    """The checkpoint that a run is to go on from.
+
+    Where in its data a run was in the middle of an epoch is not kept: going on from there would repeat or
+    leave out batches. So only those that were saved between two epochs are gone on from.
+
+    Args:
+        resume: `True` for the newest such one of the run's folder, or the directory of one.
+        settings: Which name the folder.
+
+    Returns:
+        `None` if none is asked for, or there is none yet.
+
+    Raises:
+        CheckpointError: It cannot be gone on from.
+    """
+    if resume is None or resume is False:
+        return None
+    if resume is True:
+        if settings is None:
+            raise CheckpointError(
+                "resume=True looks in the folder of the run's checkpoints, and there is none: pass "
+                "`checkpoints=Checkpoints(folder)`, or the directory of a checkpoint as `resume`"
+            )
+        return max(_between_epochs(settings.folder), key=lambda one: one.number, default=None)
+    saved = look(Path(resume))
+    if saved.boundary != "epoch":
+        there = [one.path.name for one in _between_epochs(saved.path.parent)]
+        raise CheckpointError(
+            f"{saved.path.name} was saved in the middle of epoch {saved.epoch + 1}, and where in its data "
+            "that was is not kept: going on from there would repeat or leave out batches. Resume from one "
+            f"that was saved between two epochs; here these are {there or 'none'}"
+        )
+    return saved
+
+
+def _between_epochs(folder: str | Path) -> list[Saved]:
+    found = Store(folder).all() if Path(folder).is_dir() else ()
+    return [saved for saved in found if saved.boundary == "epoch"]
+
+
+def generators_of(plan: Plan) -> dict[str, torch.Generator]:
+    """The generators by which the loaders of a plan shuffle, where they have their own."""
+    found: dict[int, tuple[str, torch.Generator]] = {}
+    for part, batches in zip(plan.data._fields, plan.data, strict=True):
+        for path, generator in _generators(batches):
+            found.setdefault(id(generator), (f"{part}.{path}", generator))
+    return dict(found.values())
+
+
+def _generators(batches: Any) -> Iterator[tuple[str, torch.Generator]]:
+    sampler = getattr(batches, "sampler", None)
+    inner = getattr(getattr(batches, "batch_sampler", None), "sampler", None)
+    for path, holder in (("", batches), ("sampler.", sampler), ("batch_sampler.sampler.", inner)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            yield f"{path}generator", generator
+
+
+class _DeviceRandom:
+    """The device's random generator, as something that a checkpoint takes along."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._adapter.random_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._adapter.set_random_state(state["state"])
+
+
+def _device_random(adapter: Adapter) -> dict[str, _DeviceRandom]:
+    return {"device": _DeviceRandom(adapter)} if adapter.random_state() is not None else {}
+
+
+def _nothing(_: str) -> None:
+    return None
