@@ -134,6 +134,11 @@ class CudaAdapter(DeviceAdapter):
         if state is not None:
             self.calls.set_random_state(state)
 
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        self._refuse_lost()
+        self.calls.seed(seed)
+
     # -- the hooks ------------------------------------------------------------------------------
 
     def _take(self) -> DeviceFacts:

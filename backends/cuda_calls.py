@@ -99,6 +99,10 @@ class Calls:
         """That of the device's generator, on the host."""
         return torch.cuda.get_rng_state(self.index)
 
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        torch.cuda.default_generators[self.index].manual_seed(seed)
+
     def set_random_state(self, state: torch.Tensor) -> None:
         """Continue from there."""
         torch.cuda.set_rng_state(state, self.index)

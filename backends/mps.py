@@ -58,6 +58,10 @@ class Calls:
         """That of the device's generator, on the host."""
         return torch.mps.get_rng_state()
 
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        torch.mps.manual_seed(seed)
+
     def set_random_state(self, state: torch.Tensor) -> None:
         """Continue from there."""
         torch.mps.set_rng_state(state)
@@ -118,6 +122,10 @@ class MpsAdapter(DeviceAdapter):
         """Let the device's generator continue from a state that `random_state` gave."""
         if state is not None:
             self.calls.set_random_state(state)
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        self.calls.seed(seed)
 
     # -- the hooks ------------------------------------------------------------------------------
 

@@ -191,7 +191,7 @@ class Hand:
         self.turns = {name: Turn(name, one, protocol, self) for name, one in optimizers.items()}
         self._function: StepFunction | None = function
         self._model: Callable[[], nn.Module] | None = model
-        self._move = move
+        self._move: Callable[[Any], Any] | None = move
         self._handle: Stepper | None = Stepper(self)
         self._values: dict[str, list[Any]] = {}
 
@@ -207,7 +207,7 @@ class Hand:
         Raises:
             LossError: It returned none.
         """
-        if self._function is None or self._handle is None:
+        if self._function is None or self._handle is None or self._move is None:
             raise StaleHandle("the run of this step is closed, and has let go of it")
         self.active = True
         try:
@@ -248,7 +248,7 @@ class Hand:
             turn.let_go()
         self.turns = {}
         self.schedulers = {}
-        self._function = self._model = self.before_update = self._handle = None
+        self._function = self._model = self._move = self.before_update = self._handle = None
         self._values = {}
 
 

@@ -140,6 +140,18 @@ class Ready(_Handle):
         """Begin to train."""
         return self._advance("train", "training", Training)
 
+    def stop(self) -> Outcome:
+        """End the run before it trains, keeping what there is.
+
+        Returns:
+            The outcome.
+
+        Raises:
+            BaseException: Whatever went wrong on the way, the same object.
+        """
+        self._go("stop", lambda: self._session.driver.fire("stop"))
+        return self._session.close()
+
     def offload(self) -> Outcome:
         """Bring everything home and end the run."""
         return self._offload()

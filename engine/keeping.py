@@ -249,5 +249,25 @@ def _device_random(adapter: Adapter) -> dict[str, _DeviceRandom]:
     return {"device": _DeviceRandom(adapter)} if adapter.random_state() is not None else {}
 
 
+def widen(scheduler: Any) -> None:
+    """Let a scheduler move the groups, too, that its optimizer got since: torch leaves that to who adds them.
+
+    Args:
+        scheduler: Of any kind; where it has no learning rate for each group, nothing is done.
+    """
+    for inner in getattr(scheduler, "_schedulers", ()):  # those that a chain of them is made of
+        widen(inner)
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    rates = getattr(scheduler, "base_lrs", None)
+    if isinstance(rates, list):
+        for group in groups[len(rates) :]:
+            rate = group["lr"]
+            initial = rate.clone() if isinstance(rate, torch.Tensor) else rate
+            rates.append(group.setdefault("initial_lr", initial))
+    functions = getattr(scheduler, "lr_lambdas", None)
+    if isinstance(functions, list) and len({id(one) for one in functions}) == 1:  # one for all groups
+        functions.extend(functions[:1] * (len(groups) - len(functions)))
+
+
 def _nothing(_: str) -> None:
     return None

@@ -72,7 +72,7 @@ class Outcome:
         history: Every transition.
         metrics: The last mean loss and the last validation's metrics.
         reports: Every report.
-        steps: Updates that were complete.
+        steps: Steps that were complete; with loss scaling, those whose update was skipped among them.
         seconds: From start to closed.
         notes: Observations worth reading, such as "8 of 8 parameters changed".
         spec_hash: Of the lifecycle that ran, as written in its journal.

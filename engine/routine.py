@@ -53,7 +53,8 @@ class Fit:
         session.claim()
         session.driver.advance("training")
         session.began(self._position.step)
-        self._validated = self._position.step
+        # As in a run that was never interrupted, which counts from its first step.
+        self._validated = self._position.step - self._position.step % (plan.validate_every or 1)
         limit = _TimeLimit(plan.max_time, self._position)
         try:
             session.end("finish" if self._epochs(batches) else "stop")
@@ -64,6 +65,8 @@ class Fit:
         """Whether all was done; otherwise it was asked to stop."""
         plan, session, position = self._plan, self._session, self._position
         for epoch in range(position.epoch, plan.epochs):
+            if plan.max_steps is not None and position.step >= plan.max_steps:
+                return True  # resumed there: one more would be one too many
             position.epoch = epoch
             session.begin_epoch()
             stepping = session.stepping
@@ -97,8 +100,8 @@ class Fit:
             due.append(self._validated + plan.validate_every)
         due.append(session.save_when_due(step))
         if plan.max_steps is not None:
-            if step >= plan.max_steps and not self._position.request:
-                self._position.request = "finish"
+            if step >= plan.max_steps and self._position.request in ("", *WAITS):
+                self._position.request = "finish"  # there is no step left to wait before
             due.append(plan.max_steps)
         return min(due)
 

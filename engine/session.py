@@ -32,6 +32,7 @@ from .program import StepProgram
 from .release import ReleaseStack
 from .residency import standing_on
 from .routine import NEVER, Fit, Serve
+from .steps.precision import autocast_state, put_back
 from .task import Task
 from .work import Work
 
@@ -47,6 +48,9 @@ T = TypeVar("T")
 
 _CHECKED = ("training", "checkpointing")
 """Phases on whose entry the optimizer is looked at."""
+
+_AUTOCAST = ("cpu", "cuda", "mps", "xla")
+"""The types of devices whose autocast is put back as it was; asking starts none of them."""
 
 _WAITING = {"pause": "paused", "suspend": "suspended"}
 """Request -> the phase in which the run waits."""
@@ -102,6 +106,7 @@ class Session:
         self._told = False
         self._gradients = torch.is_grad_enabled()
         """Whether torch records them where the run is driven from."""
+        self._autocast = {kind: autocast_state(kind) for kind in _AUTOCAST}
         self._busy = threading.Lock()
         self._driven_by = 0
         """The thread that has it."""
@@ -114,7 +119,12 @@ class Session:
             self.work.keeper = Keeper(settings, resume, about, self._say, self._tell)
             self.work.generators = generators_of(plan) if plan is not None else {}
         rescues = self.work.keeper is not None and self.work.keeper.rescues
-        wished = {options.exit: options.exit != "offload", "restore": resume is not None, "rescue": rescues}
+        wished = {
+            options.exit: options.exit != "offload",
+            "restore": resume is not None,
+            "rescue": rescues,
+            "compile": bool(task.compile),
+        }
         wishes = frozenset(wish for wish, wanted in wished.items() if wanted)
         self.driver = Driver(
             life,
@@ -187,8 +197,11 @@ class Session:
 
     def began(self, step: int) -> None:
         """Training begins, at this step."""
-        if self.work.keeper is not None:
-            self.work.keeper.begin(step)
+        keeper = self.work.keeper
+        if keeper is not None:
+            keeper.begin(step)
+            if keeper.resume is not None:  # a scheduler may follow one that is not reported in each epoch
+                self._metrics.update(keeper.resume.metrics)
 
     def save_when_due(self, step: int) -> int:
         """Save a checkpoint if one is due after this step; the step at which the next one is."""
@@ -265,6 +278,7 @@ class Session:
         self._driven_by = threading.get_ident()
         self._outside = sys.exc_info()[1]
         self._gradients = torch.is_grad_enabled()
+        self._autocast = {kind: autocast_state(kind) for kind in _AUTOCAST}
         try:
             with self.adapter.session():
                 result = work()
@@ -425,6 +439,8 @@ class Session:
         self._losses = []  # they stand on the device
         # An interrupt may land in `torch.no_grad` itself, an optimizer's for instance, and leave them off.
         torch.set_grad_enabled(self._gradients)
+        for kind, state in self._autocast.items():
+            put_back(kind, state)
         if error is not None:
             self._note_error(error)
         try:

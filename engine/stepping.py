@@ -58,6 +58,8 @@ class Stepping:
         self._program = program
         self._position = position
         self._nonfinite = nonfinite
+        self._options: tuple[Option, ...] = ()
+        self._device = "cpu"
         self._optimizers: tuple[Optimizer, ...] = ()
         self._parts: Parts | None = None
         self._running: list[Running] = []
@@ -97,12 +99,20 @@ class Stepping:
 
     def in_evaluation(self, call: Call) -> Call:
         """A function of a batch as it is called in evaluation: under autocast, for instance."""
-        for running in self._running:
-            if running.evaluation is not None:
-                call = running.evaluation(call)
+        for option in self._options:
+            call = option.in_evaluation(call, self._device)
         return call
 
     # -- making it ------------------------------------------------------------------------------
+
+    def begin_serving(self, options: tuple[Option, ...], device: str) -> None:
+        """Without a step: batches are evaluated only, or predicted on.
+
+        Args:
+            options: Those of the task.
+            device: The type of the device that the model stands on, as torch calls it.
+        """
+        self._options, self._device = options, device
 
     def begin(
         self, parts: Parts, options: tuple[Option, ...], forward: Call, more: Mapping[str, Any]
@@ -121,6 +131,7 @@ class Stepping:
         if self._program is None:
             raise TaskError("there is no step program: the step is written by hand")
         self._parts = parts
+        self._options, self._device = options, parts.device
         self._optimizers = (parts.optimizer,)
         bindings: dict[str, Any] = {
             "zero": parts.optimizer.zero_grad,
@@ -216,6 +227,7 @@ class Stepping:
         """Hold nothing any more: frames of the step may stand in an error's traceback, with all they hold."""
         self._plain = self._checked = self._run = None
         self._running = []
+        self._options = ()
         self._optimizers = ()
         parts, self._parts = self._parts, None
         if parts is not None:

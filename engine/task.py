@@ -68,6 +68,8 @@ class Task:
         adopt: Epoch (from 0) -> a function from model and optimizer (a mapping, if there are several) that
             changes what trains, before that epoch: unfreezes layers, adds groups by
             `optimizer.add_param_group`. Any other change of what trains in mid-run is an error.
+        compile: Let `torch.compile` make the model's forward pass faster: `True`, or its options, such as
+            {"mode": "max-autotune"}. It is compiled when it is first called, and is afterwards as it was.
         data: A function without arguments that returns `Data` (or a pair, or just the training
             batches); called when none is passed to `fit`, as on the command line.
         epochs: How many epochs to train if `fit` is not told.
@@ -91,6 +93,7 @@ class Task:
     validates_loss: bool = True
     step: StepFunction | None = None
     adopt: Mapping[int, Callable[[nn.Module, Any], object]] = field(default_factory=dict)
+    compile: bool | Mapping[str, Any] = False
     data: Callable[[], Any] | None = None
     epochs: int = 1
     batch_size: Callable[[Any], int] | None = None
@@ -157,6 +160,9 @@ class Task:
                 "there (`step.clip(...)`), or leave `step` out"
             )
         yield from self._wrong_adoptions()
+        compiles: Any = self.compile
+        if not isinstance(compiles, (bool, Mapping)):
+            yield f"compile is {_kind(compiles)}: pass True, or a mapping of options of torch.compile"
         if metric is not None and not isinstance(metric, str):
             yield f"scheduler_metric is {_kind(metric)}: pass the name of a metric, such as 'val_loss'"
         if self.scheduler_every not in ("step", "epoch"):

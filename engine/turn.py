@@ -156,15 +156,15 @@ class Turn:
         try:
             self._apply(optimizer.step, asked)
         finally:
-            asked.loss_of = None
-        if asked.first is None:
+            first = asked.let_go()
+        if first is None:
             raise LossError(
                 f"{type(optimizer).__name__} changed its parameters without asking for the loss: use "
                 "`backward` and `update` with it"
             )
         self._fire("minimize", "apply", "updated")
         hand.position.updating = False
-        return asked.first
+        return first
 
     def skip(self) -> None:
         """Give this window's gradients up without an update; `zero` drops them.
@@ -253,8 +253,11 @@ class _Asked:
     """What an optimizer calls for the loss, again and again.
 
     No function: it would close over the task's, which closes over the batch, and optimizers wrap it in
-    functions of their own. In an error's traceback frames keep their functions, with all of this.
+    functions of their own. In an error's traceback frames keep their functions, with all of this. And
+    with slots: a wrapper gets a copy of what is in `__dict__`.
     """
+
+    __slots__ = ("first", "hand", "loss_of", "optimizer", "turn")
 
     def __init__(
         self, turn: Turn, optimizer: Optimizer, hand: Hand, loss_of: Callable[[], torch.Tensor]
@@ -279,6 +282,11 @@ class _Asked:
             self.turn.begin_update(self.optimizer, self.hand)
         self.turn.applying = True
         return loss
+
+    def let_go(self) -> torch.Tensor | None:
+        """The first loss; nothing is held any more."""
+        first, self.first, self.loss_of = self.first, None, None
+        return first
 
 
 def stale(what: str) -> StaleHandle:

@@ -29,9 +29,9 @@ from .deadline import bounded
 from .driver import Position
 from .errors import TaskError
 from .evaluation import evaluate, predict
-from .fused import fuse
+from .fused import fuse, settle
 from .hand import Hand
-from .keeping import Keeper, Kept
+from .keeping import Keeper, Kept, widen
 from .leases import ProcessSettings
 from .loop import check_cancel
 from .options import Options
@@ -110,6 +110,8 @@ class Work:
         """What the device's generator was before it was seeded."""
         self._lent: tuple[Any, Any] = None, None
         """The lease and the device's random state of a suspended run."""
+        self._compiled: nn.Module | None = None
+        """The model, if the run has had it compiled."""
         self._resting = Resting()
         """What stood on the device when the run was suspended."""
         self._family: list[Optimizer] = []
@@ -132,6 +134,7 @@ class Work:
             "validating": self._validate,
             "predicting": self._predict,
             "adopting": self._adopt,
+            "compiling": self._compile,
             "checkpointing": self._save,
             "rescuing": self._save,
             "restoring": self._restore,
@@ -263,6 +266,9 @@ class Work:
         # A scheduler has learning rates of its own, which may be tensors on the device; the step holds it.
         self.schedulers = {}
         self.stepping.let_go()
+        compiled, self._compiled = self._compiled, None
+        if compiled is not None:
+            compiled._compiled_call_impl = None
 
     # -- the phases -----------------------------------------------------------------------------
 
@@ -335,8 +341,20 @@ class Work:
             raise TaskError("there is nothing to adopt: no function says what is to change")
         self._known = self._agreed = None  # what is found from here on was declared
         change(model, self.named if len(self.named) > 1 else self.optimizers[0])
+        for optimizer in self.optimizers:
+            settle(optimizer)
+        for scheduler in self.schedulers.values():
+            widen(scheduler)
         self.check("when parameters were adopted")
         self._agree(model)
+
+    def _compile(self) -> None:
+        """From here on calls of the model go through `torch.compile`, which does its work at the first."""
+        check_cancel(self._position)
+        model, options = self.placed_model(), self._todo().compile
+        if model._compiled_call_impl is None:  # one that comes compiled stays as it is
+            self._compiled = model
+            model.compile(**(options if isinstance(options, Mapping) else {}))
 
     def _kept(self) -> Kept:
         """What a checkpoint holds."""
@@ -354,6 +372,8 @@ class Work:
             raise TaskError("this run resumes from no checkpoint")
         self._known = self._agreed = None  # groups may have been added, and layers unfrozen, by then
         self.keeper.restore(self._kept(), self._position, self._adapter)
+        for scheduler in self.schedulers.values():
+            widen(scheduler)
         self.check("when the checkpoint was restored")
         self._agree(self.placed_model())
 
@@ -372,8 +392,7 @@ class Work:
             )
             self.stepping.begin_by_hand(hand, self.optimizers)
             return
-        device = next((p.device.type for p in model.parameters()), "cpu")
-        parts = Parts(model, self.optimizers[0], task.batch_size or size, device)
+        parts = Parts(model, self.optimizers[0], task.batch_size or size, _kind_of_device(model))
         loss_of, move = self._loss_of(), self._move
         forward = (lambda batch: loss_of(move(batch))) if self._adapter.copies else loss_of
         more = {"schedule": self._schedule} if task.schedules_steps else {}
@@ -411,6 +430,8 @@ class Work:
         self.validation = self.evaluate()
 
     def _predict(self) -> None:
+        options = tuple(self._todo().options)
+        self.stepping.begin_serving(options, _kind_of_device(self.placed_model()))
         self.result = self.serving(self)
 
     def predict(self) -> list[Any]:
@@ -419,7 +440,7 @@ class Work:
         return predict(
             self.placed_model(),
             self.batches,
-            lambda batch: output(self.placed_model(), batch),
+            self.stepping.in_evaluation(lambda batch: output(self.placed_model(), batch)),
             self._move,
             self._fetch,
             self._position,
@@ -613,6 +634,11 @@ def _load_compiler() -> None:
         loader = threading.Thread(target=import_module, args=("torch._dynamo",), name="interlock import")
         loader.start()
         loader.join()
+
+
+def _kind_of_device(model: nn.Module) -> str:
+    """The type of the device that a model's parameters stand on, as torch calls it."""
+    return next((p.device.type for p in model.parameters()), "cpu")
 
 
 def _nothing(*_: Any) -> None:

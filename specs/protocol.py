@@ -92,12 +92,21 @@ class Protocol:
         return f"{state[0]} ({', '.join(moved)})" if moved else state[0]
 
     def obstacles(self, state: State, event: str) -> Iterator[str]:
-        """Why `event` is not legal in a state: one phrase per automaton that refuses, and what to do."""
+        """Why `event` is not legal in a state: one phrase per automaton that refuses, and what to do.
+
+        One that has not moved yet adds nothing where another refuses: without gradients it would be no help
+        to read that they were not unscaled either.
+        """
         if event not in self.events:
             yield f"the {self.name} has no such event"
             return
-        for automaton, here in zip(self.automata, state, strict=True):
-            if event in automaton.alphabet and (here, event) not in automaton.moves:
+        refusing = [
+            (automaton, here)
+            for automaton, here in zip(self.automata, state, strict=True)
+            if event in automaton.alphabet and (here, event) not in automaton.moves
+        ]
+        for automaton, here in refusing:
+            if here != automaton.initial or automaton is refusing[0][0]:
                 fitting = sorted(s for s, e in automaton.moves if e == event)
                 remedy = self.hints.get((automaton.name, event), automaton.doc)
                 yield f"{automaton.name} is '{here}', must be {' or '.join(fitting)}: {remedy}"

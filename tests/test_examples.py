@@ -61,5 +61,7 @@ def test_each_example_runs(tmp_path: Path, name: str):
     expected = {
         "embed.py": "serving: the point (0.1, -0.2) lies inside the circle",
         "fails.py": "broken: failed, clean, after 25 steps",
+        "gan.py": "the generator's points are ",
+        "lbfgs.py": "fitted: slopes [2.0, -1.0, 0.5], offset 3.0",
     }
     assert expected[name] in said

@@ -54,7 +54,6 @@ class Running:
     Attributes:
         bindings: A value for each of the option's names.
         forward: Wraps the forward pass; `None` leaves it as it is.
-        evaluation: Wraps the loss, the metrics and the outputs in evaluation in the same way.
         metrics: What it adds to each report, since the last one.
         state: Name -> what a checkpoint takes along.
         suspend: Called when the device is given back in mid-run: nothing of the option may stay on it. What
@@ -63,7 +62,6 @@ class Running:
 
     bindings: Mapping[str, Any] = field(default_factory=dict)
     forward: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    evaluation: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     metrics: Callable[[], Mapping[str, float]] | None = None
     state: Mapping[str, Stateful] = field(default_factory=dict)
     suspend: Callable[[], None] | None = None
@@ -102,6 +100,20 @@ class Option(ABC):
         Returns:
             The program with this option in it.
         """
+
+    def in_evaluation(self, call: Callable[..., Any], device: str) -> Callable[..., Any]:
+        """The loss, the metrics or the outputs of a batch as they are computed in evaluation and prediction.
+
+        There need be no run of training around it, and so no optimizer: `begin` may not have been called.
+
+        Args:
+            call: What would be called without this option.
+            device: The type of the device, as torch calls it.
+
+        Returns:
+            What is called in its place; by default the same.
+        """
+        return call
 
     def begin(self, parts: Parts) -> Running:
         """What stands behind the names in one run. Called once the optimizer is built.

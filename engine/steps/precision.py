@@ -84,6 +84,32 @@ class Precision(Option):
         )
         return (*start, real, Line("rescale()", (), "for the next window"))
 
+    def in_evaluation(self, call: Callable[..., Any], device: str) -> Callable[..., Any]:
+        """Autocast around it, as in training.
+
+        Args:
+            call: Computes something of a batch.
+            device: The type of the device.
+
+        Returns:
+            The same in half precision.
+        """
+        import torch
+
+        context = torch.autocast(device, torch.float16 if self.scales else torch.bfloat16)
+
+        def autocast(*arguments: Any) -> Any:
+            before = autocast_state(device)
+            try:
+                with context:
+                    return call(*arguments)
+            except BaseException:
+                # An interrupt may land in the context's own lines, and leave it half entered.
+                put_back(device, before)
+                raise
+
+        return autocast
+
     def begin(self, parts: Parts) -> Running:
         """Autocast around the forward pass; in fp16 a scaler beside it.
 
@@ -93,27 +119,9 @@ class Precision(Option):
         Returns:
             Values for the names of its lines.
         """
-        import torch
-
-        half = torch.float16 if self.scales else torch.bfloat16
-
-        def around(call: Callable[..., Any]) -> Callable[..., Any]:
-            kind, context = parts.device, torch.autocast(parts.device, half)
-
-            def autocast(*arguments: Any) -> Any:
-                before = autocast_state(kind)
-                try:
-                    with context:
-                        return call(*arguments)
-                except BaseException:
-                    # An interrupt may land in the context's own lines, and leave it half entered.
-                    put_back(kind, before)
-                    raise
-
-            return autocast
-
+        around = partial(self.in_evaluation, device=parts.device)
         if not self.scales:
-            return Running(forward=around, evaluation=around)
+            return Running(forward=around)
         scaling = _Scaling(parts, self.init_scale, self.growth_interval)
         return Running(
             {
@@ -124,7 +132,6 @@ class Precision(Option):
                 "rescale": scaling.rescale,
             },
             forward=around,
-            evaluation=around,
             metrics=scaling.report,
             state={"scaler": scaling},
             suspend=scaling.suspend,
