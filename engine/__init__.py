@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from interlock.specs.errors import IllegalTransition, InterlockError, SpecError
 
     from . import errors
+    from .bringing import Brought, bring
     from .checkpoint import Checkpoints
     from .engine import Engine
     from .events import Closed, Note, PhaseChanged, Report, Subscription
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Accumulate": "interlock.steps.accumulate",
     "Adapter": "interlock.backends.adapter",
+    "Brought": "interlock.bringing",
     "Checkpoints": "interlock.checkpoint",
     "ClipNorm": "interlock.steps.clip",
     "Closed": "interlock.events",
@@ -60,14 +62,16 @@ _LAZY = {
     "Subscription": "interlock.events",
     "Task": "interlock.task",
     "Training": "interlock.handles",
+    "bring": "interlock.bringing",
     "errors": "interlock.errors",
 }
-"""Public name -> the module that has it (or, in lower case, the module that it is)."""
+"""Public name -> the module that has it; `errors` is one itself."""
 
 
 __all__ = [
     "Accumulate",
     "Adapter",
+    "Brought",
     "Checkpoints",
     "ClipNorm",
     "Closed",
@@ -93,6 +97,7 @@ __all__ = [
     "Subscription",
     "Task",
     "Training",
+    "bring",
     "errors",
 ]
 
@@ -106,7 +111,7 @@ if not TYPE_CHECKING:
             from importlib import import_module
 
             module = import_module(_LAZY[name])
-            value = globals()[name] = module if name.islower() else getattr(module, name)
+            value = globals()[name] = module if name == "errors" else getattr(module, name)
             return value
         raise AttributeError(f"module 'interlock' has no attribute '{name}'; it has {', '.join(__all__)}")
 

@@ -107,7 +107,7 @@ def evaluate(
                 weight = _weight(samples(batch) if samples else size(batch))
                 if loss is not None:
                     means.add("loss", loss(here), weight)
-                for name, value in _named(metrics(here) if metrics else {}):
+                for name, value in _named(metrics(here) if metrics else {}, loss is not None):
                     means.add(name, value, weight)
             except Exception as error:
                 note_batch(error, f"in validation batch {number}", batch)
@@ -172,12 +172,12 @@ def predict(
     return found
 
 
-def _named(values: Any) -> Iterable[tuple[str, Any]]:
+def _named(values: Any, own_loss: bool) -> Iterable[tuple[str, Any]]:
     if not isinstance(values, Mapping):
         raise TaskError(
             f"metrics must return a dictionary of named scalars, and returned {type(values).__name__}"
         )
-    if "loss" in values:
+    if own_loss and "loss" in values:
         raise TaskError(
             "metrics must not return 'loss': under this name the task's own loss is averaged over the "
             "validation data. Give the metric another name"

@@ -105,7 +105,10 @@ def lazy(model: nn.Module) -> list[str]:
     return [name for name, tensor in everything if isinstance(tensor, UninitializedTensorMixin)]
 
 
-_claims: weakref.WeakKeyDictionary[nn.Module, object] = weakref.WeakKeyDictionary()
+_claims: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""id of a module -> it. Not by its hash, which may be of its own making, and change, as with torchmetrics."""
+_owners: dict[int, object] = {}
+"""id of a module -> its run."""
 _claimed: dict[int, tuple[torch.Tensor, object]] = {}
 """id of a parameter or buffer -> it (so that it lives, and keeps its id), and its run."""
 _claiming = threading.RLock()
@@ -122,7 +125,7 @@ def claim(model: nn.Module, run: object) -> None:
         RunInUse: A part of it is in another run. Nothing has been taken.
     """
     with _claiming:
-        taken = [name for name, module in model.named_modules() if _claims.get(module, run) is not run]
+        taken = [name for name, module in model.named_modules() if _owner(module, run) is not run]
         part = f"its module '{taken[0]}'" if taken and taken[0] else "it"
         here = list(registered(model))
         shared = [slot.name for slot in here if _claimed.get(id(slot.value), (None, run))[1] is not run]
@@ -135,15 +138,22 @@ def claim(model: nn.Module, run: object) -> None:
                 "model of its own: pass the function that builds it as `model=`"
             )
         for module in model.modules():
-            _claims[module] = run
+            _claims[id(module)] = module
+            _owners[id(module)] = run
         _claimed.update({id(slot.value): (slot.value, run) for slot in here})
+
+
+def _owner(module: nn.Module, run: object) -> object:
+    """The run that has a module; `run` itself where none has."""
+    return _owners.get(id(module), run) if _claims.get(id(module)) is module else run
 
 
 def unclaim(run: object) -> None:
     """Let go of what `run` has claimed; nothing happens if that is nothing."""
     with _claiming:
-        for module in [module for module, owner in _claims.items() if owner is run]:
-            del _claims[module]
+        for key in [key for key, owner in _owners.items() if owner is run]:
+            del _owners[key]
+            _claims.pop(key, None)
         for key in [key for key, (_, owner) in _claimed.items() if owner is run]:
             del _claimed[key]
 

@@ -69,7 +69,7 @@ def undocumented(documented: Any, function: Any) -> list[str]:
     return missing
 
 
-MADE_BY_THE_ENGINE = (il.Created, il.Placed, il.Ready, il.Training, il.Run)
+MADE_BY_THE_ENGINE = (il.Brought, il.Created, il.Placed, il.Ready, il.Training, il.Run)
 """Classes whose constructors are not for users."""
 
 

@@ -9,6 +9,7 @@ typed error, `test_a_call_out_of_order_changes_nothing`), a scheduler that moves
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -33,11 +34,13 @@ from tools.small import (
     values,
 )
 from torch import nn
+from torch.amp import autocast_mode
 
 import interlock as il
 from interlock import errors
 from interlock.fused import fuse
 from interlock.specs.protocol import STEP, State
+from interlock.steps.precision import autocast_state
 
 both = pytest.mark.parametrize("backend", BACKENDS)
 
@@ -655,3 +658,43 @@ def test_nothing_of_a_step_outlives_the_run(backend: str, fails: bool, asks: boo
         # The handle itself is what the task's own function closes over there; nothing hangs on it any more.
         gone = seen[:3] if fails and asks else seen
         assert [one() for one in gone] == [None] * len(gone)
+
+
+def in_autocast(step: Any, batch: Any) -> torch.Tensor:
+    step.zero()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(step.model, batch)
+    step.backward(loss)
+    step.update()
+    return loss
+
+
+def test_an_interrupt_in_autocast_of_a_hand_written_step_leaves_it_as_it_was():
+    def fit(nth: int) -> int:
+        passed = [0]
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            if frame.f_code.co_filename != autocast_mode.__file__:
+                return None
+            if event == "line":
+                passed[0] += 1
+                if passed[0] == nth:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            il.Engine("cpu").fit(task(step=in_autocast), batches(1))
+        except KeyboardInterrupt:
+            assert passed[0] == nth
+        finally:
+            sys.settrace(before)
+        return passed[0]
+
+    before = autocast_state("cpu")
+    lines = fit(0)
+    assert lines > 30
+    for nth in range(1, lines + 1):
+        fit(nth)
+        assert autocast_state("cpu") == before, nth
