@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from interlock.specs.errors import IllegalTransition, InterlockError, SpecError
 
     from . import errors
+    from .anatomy import describe
     from .bringing import Brought, bring
     from .checkpoint import Checkpoints
     from .engine import Engine
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from .evidence import Failure
     from .hand import Stepper
     from .handles import Created, Placed, Ready, Training
+    from .observers import CsvWriter, TensorBoard
     from .outcome import Outcome, Residue
     from .run import Run, Snapshot
     from .steps.accumulate import Accumulate
     from .steps.clip import ClipNorm
     from .steps.option import Option
     from .steps.precision import Precision
+    from .stopping import EarlyStopping, StopAt
     from .task import Data, Task
 
 __version__ = "0.1.0"
@@ -41,7 +44,9 @@ _LAZY = {
     "ClipNorm": "interlock.steps.clip",
     "Closed": "interlock.events",
     "Created": "interlock.handles",
+    "CsvWriter": "interlock.observers",
     "Data": "interlock.task",
+    "EarlyStopping": "interlock.stopping",
     "Engine": "interlock.engine",
     "Failure": "interlock.evidence",
     "IllegalTransition": "interlock.specs.errors",
@@ -59,10 +64,13 @@ _LAZY = {
     "Snapshot": "interlock.run",
     "SpecError": "interlock.specs.errors",
     "Stepper": "interlock.hand",
+    "StopAt": "interlock.stopping",
     "Subscription": "interlock.events",
     "Task": "interlock.task",
+    "TensorBoard": "interlock.observers",
     "Training": "interlock.handles",
     "bring": "interlock.bringing",
+    "describe": "interlock.anatomy",
     "errors": "interlock.errors",
 }
 """Public name -> the module that has it; `errors` is one itself."""
@@ -76,7 +84,9 @@ __all__ = [
     "ClipNorm",
     "Closed",
     "Created",
+    "CsvWriter",
     "Data",
+    "EarlyStopping",
     "Engine",
     "Failure",
     "IllegalTransition",
@@ -94,10 +104,13 @@ __all__ = [
     "Snapshot",
     "SpecError",
     "Stepper",
+    "StopAt",
     "Subscription",
     "Task",
+    "TensorBoard",
     "Training",
     "bring",
+    "describe",
     "errors",
 ]
 

@@ -21,7 +21,7 @@ FORMAT = 1
 DIGEST = 2 * hashlib.sha256().digest_size
 """The length of the marker's text, which is the checksum of the manifest."""
 MANIFEST, STATE, MARKER = "manifest.json", "state.pt", "complete"
-_LOWER = re.compile(r"loss|error", re.IGNORECASE)
+LOWER = re.compile(r"loss|error", re.IGNORECASE)
 
 
 class CheckpointError(InterlockError):
@@ -107,7 +107,7 @@ class Checkpoints:
             yield f"best is {self.best!r}: pass the name of a validation metric"
         elif self.best is None and self.lower_is_better is not None:
             yield "lower_is_better says nothing without best=, the name of a metric"
-        elif self.best is not None and self.lower_is_better is None and not _LOWER.search(self.best):
+        elif self.best is not None and self.lower_is_better is None and not LOWER.search(self.best):
             yield (
                 f"best='{self.best}' does not say which way is better: pass lower_is_better=True or "
                 "lower_is_better=False"

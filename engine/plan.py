@@ -71,6 +71,9 @@ class Plan:
                 yield 'stop_when must be a list of rules such as `EarlyStopping("val_loss")`, got ' + repr(
                     value
                 )
+            for rule in rules if self.data.validate is None else ():
+                if str(getattr(rule, "metric", "")).startswith("val_"):
+                    yield f"{rule!r} follows a validation, and there is no validation data: pass `validate=`"
         elif name == "max_time":
             if value is not None and not (isinstance(value, (int, float)) and value > 0):
                 yield f"max_time must be a number of seconds above 0, got {value!r}"
