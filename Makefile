@@ -57,13 +57,13 @@ bench: install ## the benchmarks
 
 PEERS := .venv-peers
 
-bench-peers: $(PEERS)/.made ## the benchmarks beside Lightning, Accelerate and Ignite, in an environment of their own
+bench-peers: $(PEERS)/.made ## the benchmarks beside Lightning, Fabric, Accelerate, Ignite and transformers, in an environment of their own
 	$(PEERS)/bin/python benchmarks/run_peers.py $(ARGS)
 
 $(PEERS)/.made: benchmarks/peers/constraints.txt $(WHEEL)
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
-	    --constraint benchmarks/peers/constraints.txt torch lightning accelerate pytorch-ignite scikit-learn rich transitions
+	    --constraint benchmarks/peers/constraints.txt torch lightning accelerate pytorch-ignite transformers scikit-learn rich transitions
 	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --force-reinstall \
 	    dist/interlock-*.whl
 	touch $@

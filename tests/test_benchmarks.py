@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -17,21 +18,22 @@ import torch
 from torch import nn
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+PACKAGES = ("bench", "peers")
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Any]:
-    """Loads modules of the package `bench`; afterwards neither it nor its folder is importable."""
+    """Loads modules of the package `bench`, or others by a name with a dot; afterwards none is importable."""
     sys.path.insert(0, str(FOLDER))
 
     def load(name: str) -> ModuleType:
-        return importlib.import_module(f"bench.{name}")
+        return importlib.import_module(name if "." in name else f"bench.{name}")
 
     try:
         yield load
     finally:
         sys.path.remove(str(FOLDER))
-        for name in [name for name in sys.modules if name.partition(".")[0] == "bench"]:
+        for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
 
 
@@ -133,6 +135,38 @@ def test_unequal_weights_are_an_error_that_names_the_parameter(bench: Any) -> No
         workloads.require_equal_weights("planted", planted, reference)
 
 
+def test_weights_up_to_rounding_are_close_and_a_step_left_out_is_not(bench: Any) -> None:
+    workloads = bench("workloads")
+    work = workloads.WORKLOADS["tiny"]
+    batches = list(work.batches(10, "list"))
+
+    def fused(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+
+    reference = workloads.by_hand(work, batches, make=workloads.wordless)
+    rounded = workloads.by_hand(work, batches, make=fused)
+    workloads.require_equal_weights("fused", rounded, reference, close=True)
+    with pytest.raises(workloads.UnequalWeightsError, match="fused: '0"):
+        workloads.require_equal_weights("fused", rounded, reference)
+    lazy = workloads.by_hand(work, batches[:-1], make=fused)
+    with pytest.raises(workloads.UnequalWeightsError, match="lazy: not what the hand-written loop made"):
+        workloads.require_equal_weights("lazy", lazy, reference, close=True)
+    with torch.no_grad():
+        lazy[0].bias[0] = float("nan")
+    with pytest.raises(workloads.UnequalWeightsError, match="off by nan"):
+        workloads.require_equal_weights("lazy", lazy, reference, close=True)
+
+
+def test_what_comes_fused_is_held_against_the_loop_without_a_word_only(bench: Any) -> None:
+    steps = bench("steps")
+    times = {steps.BASE: [1.0], steps.ON: [2.0], steps.PLAIN: [4.0], steps.COMES: [2.0]}
+    found = steps.compared(times, 1.0)
+    assert {name: figures["ratio"]["median"] for name, figures in found.items() if "ratio" in figures} == {
+        steps.ON: 2.0,
+        steps.COMES: 0.5,
+    }
+
+
 @pytest.mark.parametrize("measure", ["measure_steps", "measure_runs"])
 def test_a_benchmark_of_unequal_work_measures_nothing(bench: Any, measure: str) -> None:
     steps, workloads = bench("steps"), bench("workloads")
@@ -167,6 +201,72 @@ def test_a_list_and_a_loader_give_the_same_batches(bench: Any, name: str) -> Non
     assert work.steps % 50 == 0, "what is timed must hold a whole number of reports"
 
 
+# -- other libraries, as far as they can be looked at without them ---------------------------------------
+
+
+def script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_knows_each_library_and_each_mistake(bench: Any) -> None:
+    page, wiring = script("run_peers"), bench("peers.wiring")
+    assert {*page.NAMES.values()} == {*wiring.LIBRARIES}
+    assert (*page.MISTAKES,) == wiring.MISTAKES
+    steps = bench("steps")
+    assert (page.PLAIN, page.COMES) == (steps.PLAIN, steps.COMES)
+
+
+def test_the_page_says_beside_what_each_figure_stands(bench: Any) -> None:
+    page, steps = script("run_peers"), bench("steps")
+    times = {steps.BASE: [1.0], "Fabric": [3.0], steps.PLAIN: [4.0], steps.COMES: [2.0]}
+    found = {"workload": "tiny", "batches": "list", "variants": steps.compared(times, 1.0)}
+    wired = dict.fromkeys(page.MISTAKES, "silent: nothing")
+    about = {"cpu": "", "cores": 1, "system": "", "python": "", "packages": {}, "date": "", "load": 0}
+    results = {"step-tiny-list": found, "wiring-fabric": wired}
+    lines = page.page({"machine": about, "results": results}).splitlines()
+    assert "| Fabric | 3.000 (3.000 to 3.000) | 2.0 (2.0 to 2.0) |" in lines
+    comes = "| Interlock, as it comes, beside the line above | 0.500 (0.500 to 0.500) | -2.0 (-2.0 to -2.0) |"
+    assert lines[lines.index(comes) - 1] == "| by hand, AdamW without a word | 4 us |  |"
+    assert "| gradients never zeroed | silent: nothing |" in lines
+
+
+def test_each_mistake_is_one_and_none_passes_in_silence_here(bench: Any) -> None:
+    call = bench("isolated").call
+    by_hand = call("peers.wiring:wiring", {"library": "by hand"})
+    ours = call("peers.wiring:wiring", {"library": "Interlock, fit"})
+    mistakes = {*bench("peers.wiring").MISTAKES} - {"again"}
+    assert {key for key, what in by_hand.items() if what.startswith("silent: ")} == mistakes
+    assert {key for key, what in ours.items() if what.startswith(("error: ", "warning: "))} == mistakes
+    assert "silent: 4 of 4 parameters trained" not in by_hand.values(), "that would be no mistake"
+    orders = bench("peers.library").ORDERS
+    assert {ours[key] for key in orders} == {"error: IllegalTransition"}
+    assert by_hand["again"] == ours["again"] == "trains"
+
+
+def test_after_an_exception_nothing_of_ours_is_held(bench: Any) -> None:
+    cells = bench("isolated").call("peers.failures:failures", {"library": "Interlock, fit"})["cells"]
+    assert [cell for cell in cells if cell["held"]] == []
+    assert {cell["caught"] for cell in cells} == {"original"}
+    assert {cell["again"] for cell in cells} == {"trains"}
+
+
+def test_the_probe_sees_what_a_traceback_holds(bench: Any) -> None:
+    by_hand = bench("peers.libraries").LIBRARIES["by hand"]()
+    found = bench("peers.failures").cell(by_hand, "update", lambda: RuntimeError("planted"))
+    assert found == {
+        "caught": "original",
+        "held": ["batch", "loss", "gradient", "parameter", "optimizer state"],
+        "handle": [],
+        "collected": [],
+        "again": "trains",
+    }
+
+
 # -- the command ------------------------------------------------------------------------------------------
 
 
@@ -185,7 +285,13 @@ def test_a_quick_run_gives_figures() -> None:
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     step = data["results"]["step-tiny-list"]["variants"]
-    assert set(step) == {"by hand", "Interlock, everything on", "Interlock, everything off"}
+    assert set(step) == {
+        "by hand",
+        "Interlock, everything on",
+        "Interlock, everything off",
+        "by hand, AdamW without a word",
+        "Interlock, as it comes",
+    }
     assert data["results"]["transition"]["path"][-1] == "close"
     assert "cpu" in data["machine"]
 

@@ -29,8 +29,10 @@ def import_cost(seconds: float, least: int, tell: Tell) -> dict[str, Any]:
     programs = {
         "import torch": "import torch",
         "Ignite": "from ignite.engine import Engine",
+        "Fabric": "from lightning.fabric import Fabric",
         "Accelerate": "from accelerate import Accelerator",
         "Lightning": "from lightning.pytorch import LightningModule, Trainer",
+        "transformers' Trainer": "from transformers import Trainer, TrainingArguments",
         "Interlock": "from interlock import Engine, Task",
     }
     return startup.imports({"all": programs}, seconds, least, tell)

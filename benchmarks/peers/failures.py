@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from bench.timing import Tell
 
-from .libraries import LIBRARIES, Library
+from .libraries import LIBRARIES
+from .library import Library
 from .loops import quieten
 from .probe import STEPS, Probe
 
@@ -32,6 +33,8 @@ def failures(library: str, tell: Tell) -> dict[str, Any]:
     kind = LIBRARIES[library]
     # torch imports some of itself during the first run of a process, and that leaves cycles behind.
     kind().run(kind().handle(Probe()), Probe())
+    gc.collect()
+    gc.freeze()  # what is alive now belongs to no cell, and need not be looked at in each
     cells = []
     for place in kind.places:
         for name, make in ERRORS.items():

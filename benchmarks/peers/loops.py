@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.steps import BASE, OFF, ON, Train, variants
+from bench.steps import BASE, Train, variants
 from bench.workloads import REPORT_EVERY, Workload, mean_of, optimizer
 from torch import nn
+
+from .trainers import BARE
 
 
 def trains(work: Workload, folder: Path) -> dict[str, Train]:
@@ -25,22 +27,21 @@ def trains(work: Workload, folder: Path) -> dict[str, Train]:
     quieten()
     peers: dict[str, Callable[[Workload, Iterable[Any]], nn.Module]] = {
         "Ignite": ignite,
+        "Fabric": fabric,
         "Accelerate": accelerate,
         "Lightning, everything off": lightning_off,
         "Lightning, defaults": lightning_defaults,
+        "transformers' Trainer, everything off": transformers_off,
     }
-    return {
-        BASE: ours[BASE],
-        **{name: functools.partial(train, work) for name, train in peers.items()},
-        ON: ours[ON],
-        OFF: ours[OFF],
-    }
+    by_hand = ours.pop(BASE)
+    theirs = {name: functools.partial(train, work) for name, train in peers.items()}
+    return {BASE: by_hand, **theirs, **ours}
 
 
 def quieten() -> None:
     """No warnings and no log lines: printing is not what is measured. Progress bars stay."""
     warnings.simplefilter("ignore")
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "ignite"):
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "ignite", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -99,6 +100,28 @@ def ignite(work: Workload, batches: Iterable[Any]) -> nn.Module:
     return model
 
 
+def fabric(work: Workload, batches: Iterable[Any]) -> nn.Module:
+    """A loop of one's own around `setup` and `backward`."""
+    from lightning.fabric import Fabric
+    from torch.utils.data import DataLoader
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    fabric.launch()
+    model = work.build()
+    model, update = fabric.setup(model, optimizer(model))
+    if isinstance(batches, DataLoader):  # a list cannot be set up, and need not be on the CPU
+        batches = fabric.setup_dataloaders(batches)
+    losses = Losses()
+    for batch in batches:
+        update.zero_grad()
+        loss = work.loss(model, batch)
+        fabric.backward(loss)
+        update.step()
+        losses.add(loss)
+    losses.read()
+    return model.module
+
+
 def accelerate(work: Workload, batches: Iterable[Any]) -> nn.Module:
     """A loop of one's own around `prepare` and `backward`."""
     from accelerate import Accelerator
@@ -107,7 +130,7 @@ def accelerate(work: Workload, batches: Iterable[Any]) -> nn.Module:
     accelerator = Accelerator(cpu=True)
     model = work.build()
     model, update = accelerator.prepare(model, optimizer(model))
-    if isinstance(batches, DataLoader):  # a list cannot be prepared, and on the CPU need not be
+    if isinstance(batches, DataLoader):  # a list cannot be prepared, and need not be on the CPU
         batches = accelerator.prepare(batches)
     losses = Losses()
     for batch in batches:
@@ -175,3 +198,46 @@ def _lightning_module() -> Any:
             return optimizer(self.model)
 
     return Module
+
+
+def transformers_off(work: Workload, batches: Iterable[Any]) -> nn.Module:
+    """A `transformers.Trainer` without logs, checkpoints, progress bar, clipping and reports."""
+    from transformers import PrinterCallback, TrainingArguments
+
+    trainer = _trainer()(work, batches, args=TrainingArguments(**BARE))
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    trainer.losses.read()
+    return trainer.model
+
+
+@functools.cache
+def _trainer() -> Any:
+    """The class, made when transformers is first needed."""
+    from torch.utils.data import DataLoader
+    from transformers import Trainer
+
+    class Working(Trainer):
+        """Data, loss and optimizer are the workload's: the methods that one overrides for that."""
+
+        def __init__(self, work: Workload, batches: Iterable[Any], **settings: Any) -> None:
+            self.work, self.batches = work, batches
+            self.losses = Losses()
+            super().__init__(model=work.build(), **settings)
+
+        def get_train_dataloader(self) -> Any:
+            if isinstance(self.batches, DataLoader):
+                return self.accelerator.prepare(self.batches)
+            return self.batches
+
+        def compute_loss(self, model: nn.Module, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
+            loss = self.work.loss(model, inputs)
+            self.losses.add(loss)
+            return loss
+
+        def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+            if self.optimizer is None:
+                self.optimizer = optimizer(self.model)
+            return self.optimizer
+
+    return Working

@@ -46,6 +46,7 @@ class Probe:
         self.model: nn.Module | None = None
         self._keeps = keeps
         self._visits = 0
+        self._losses = 0
         self._watched: dict[str, list[StorageWeakRef]] = {kind: [] for kind in KINDS}
 
     # -- what a library is given ------------------------------------------------------------------
@@ -54,6 +55,8 @@ class Probe:
         """The model, with the same weights each time."""
         seed()
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        if self.mistake == "frozen":
+            model[0].weight.requires_grad_(False)
         for parameter in model.parameters():
             self.watch("parameter", parameter)
         return model
@@ -75,15 +78,25 @@ class Probe:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss of a batch."""
         self.strike("forward")
+        self._losses += 1
+        if self.mistake == "replaced" and self._losses == STRIKE and self.model is not None:
+            self._replace(self.model)
         output = model(batch[0])
         if self.place == "backward" and output.requires_grad:
             output.register_hook(self._strike_backward)
+        if self.mistake == "detached":  # as where something on the way goes through NumPy
+            output = output.detach().requires_grad_()
         loss = functional.cross_entropy(output, batch[1])
         if self.mistake == "nan":
             loss = loss * float("nan")
         self.watch("output", output)
         self.watch("loss", loss)
         return loss
+
+    def _replace(self, model: nn.Module) -> None:
+        """Put a new Parameter of the same value in the place of one that trains."""
+        old = model.get_parameter("0.weight")
+        model.get_submodule("0").weight = nn.Parameter(old.detach().clone())
 
     def _strike_backward(self, gradient: torch.Tensor) -> torch.Tensor:
         self.strike("backward")
@@ -148,7 +161,7 @@ class Watched(torch.optim.AdamW):
     """AdamW that tells the probe of gradients, state and updates."""
 
     def __init__(self, parameters: list[nn.Parameter], probe: Probe) -> None:
-        super().__init__(parameters, 1e-2)
+        super().__init__(parameters, 1e-2, fused=False)
         self._probe = probe
 
     @torch.no_grad()
