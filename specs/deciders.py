@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .graph import Edge, Graph
-from .model import EVERY, REACHABLE, Kind, Status
+from .model import EVERY, FAULTS, REACHABLE, Kind, Status
 from .properties import Atom, Pattern, Property, Scope, does
-
-FAULTS = frozenset({"fail", "interrupt", "lose", "peer_fail", "abandon"})
 
 Finding = tuple[tuple[Edge, ...], str, str]
 """(shortest trace, where it breaks, why it would be vacuous); all empty means proved."""

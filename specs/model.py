@@ -25,6 +25,8 @@ from .errors import SpecError
 if TYPE_CHECKING:
     from .properties import Property
 
+FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
+"""The events by which a fault is told: the one place that knows their names."""
 EVERY = "*"
 """In an effect or guard: every resource of the spec, whatever a backend adds to it."""
 

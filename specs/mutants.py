@@ -15,10 +15,9 @@ from typing import Any
 from .checker import Report, check
 from .errors import SpecError
 from .machine import Lifecycle, machine_for, read_back
-from .model import EVERY, Automaton, Kind, Spec, Transition, Verb
+from .model import EVERY, FAULTS, Automaton, Kind, Spec, Transition, Verb
 from .wrong_edges import WRONG_EDGES, WrongEdge
 
-_FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
 _ENDINGS = (Verb.RELEASES, Verb.TRANSFERS, Verb.SPOILS, Verb.ABANDONS)
 
 
@@ -117,7 +116,7 @@ def _changes(spec: Spec, base: Spec | None, edges: tuple[WrongEdge, ...]) -> Ite
 
 
 def _dropped(t: Transition) -> str:
-    return "drop fault edge" if t.event in _FAULTS else "drop transition"
+    return "drop fault edge" if t.event in FAULTS else "drop transition"
 
 
 def _without(spec: Spec, number: int) -> dict[str, Any]:

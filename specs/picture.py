@@ -23,13 +23,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .errors import UnknownName
-from .model import Kind, Spec, Transition
+from .model import FAULTS, Kind, Spec, Transition
 
 Step = tuple[str, str, str]
 """(source, event, dest): a transition that a run has taken."""
 
-FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
-"""Events that strike rather than being chosen. They are folded wherever they leave two phases."""
 
 _MANY = 3
 _NAMED = 4

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .ltl import Names, identifiers, untranslated
-from .model import EVERY, Automaton, Effect, Guard, Kind, Spec, Status, Transition, Verb
+from .model import EVERY, FAULTS, Automaton, Effect, Guard, Kind, Spec, Status, Transition, Verb
 from .properties import Atom, Pattern, Property, Scope
 
-_FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
 _HELD = "({r} != ABSENT && {r} != LOST)"
 
 _SOUND = {
@@ -185,7 +184,7 @@ class _Writer(Names):
         """What is judged of each configuration when it is entered."""
         leaving = self.out[phase]
         yield f"inline at_{self.phases[phase]}() {{"
-        onward = [t for t in leaving if t.event not in _FAULTS]
+        onward = [t for t in leaving if t.event not in FAULTS]
         yield f"  stuck = {'0' if phase == self.spec.terminal else f'!({self._any(onward)})'};"
         row = [t for e in self.spec.table.get(phase, ()) for t in leaving if t.event == e]
         yield f"  unanswered = {f'!({self._any(t for t in row if not t.wish)})' if row else '0'};"

@@ -32,7 +32,8 @@ from interlock.specs import (
 from interlock.specs.drawing import as_json, dot, mermaid, svg
 from interlock.specs.embedded import check_drawing, marked, renewed, stale
 from interlock.specs.errors import DrawingError, MissingExtra
-from interlock.specs.picture import FAULTS, picture, slug
+from interlock.specs.model import FAULTS
+from interlock.specs.picture import picture, slug
 
 COMPOSED = {c.name: c for s in (TRAINING, INFERENCE) for m in MONITORS.values() for c in (compose(s, m),)}
 every_spec = pytest.mark.parametrize("spec", COMPOSED.values(), ids=str.lower and [*COMPOSED])

@@ -60,6 +60,7 @@ def test_each_example_runs(tmp_path: Path, name: str):
     said = run(name, tmp_path)
     expected = {
         "bring.py": "outcome: finished, 300 steps; on the device afterwards: 0 bytes",
+        "chars.py": "of the characters foreseen",
         "embed.py": "serving: the point (0.1, -0.2) lies inside the circle",
         "fails.py": "broken: failed, clean, after 25 steps",
         "gan.py": "the generator's points are ",

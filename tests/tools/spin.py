@@ -18,6 +18,7 @@ import networkx as nx
 
 from interlock.specs import Kind, Pattern, Result, Spec, Transition
 from interlock.specs.ltl import Claim, claims
+from interlock.specs.model import FAULTS
 from interlock.specs.promela import promela
 
 FLAGS = ("-O0", "-w", "-DNOREDUCE", "-DNOFAIR", "-DPRINTF")
@@ -25,7 +26,6 @@ FLAGS = ("-O0", "-w", "-DNOREDUCE", "-DNOFAIR", "-DPRINTF")
 LIMITS = ("-w14", "-m200000")
 _STEP = re.compile(r"^step (\d+): ([\d ]+)> ([\d ]+): (\d+)((?: \d+)*)$", re.MULTILINE)
 _START = re.compile(r"^start > ([\d ]+): (\d+)", re.MULTILINE)
-_FAULTS = ("fail", "interrupt", "lose", "peer_fail", "abandon")
 
 
 class SpinError(Exception):
@@ -163,7 +163,7 @@ class _Model:
 
     def closable(self) -> bool:
         """The end can be reached from everywhere, without a fault."""
-        graph = self.graph(lambda t: t.event not in _FAULTS)
+        graph = self.graph(lambda t: t.event not in FAULTS)
         ends = [node for node in self.configurations if node[0] == self.ends]
         able = set(ends).union(*(nx.ancestors(graph, end) for end in ends))
         return able == self.configurations
@@ -176,7 +176,7 @@ class _Model:
         entered = {self.phases[node[0]] for node in self.configurations} == set(self.phases)
         taken = {step.number for step in self.steps} == set(range(len(spec.transitions)))
         entries = all(
-            t.event in (*spec.table.get(t.source, ()), *_FAULTS)
+            t.event in (*spec.table.get(t.source, ()), *FAULTS)
             for t in spec.transitions
             if t.wish or kinds[t.source] is Kind.EXIT
         )
