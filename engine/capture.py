@@ -147,6 +147,17 @@ def class_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
+def is_of_class(thing: object, name: str) -> bool:
+    """Whether a part is of the class that a saved one was of.
+
+    A program that is started as a file has its classes in `__main__`, and in a module when it is imported,
+    as `interlock fit` does: these are the same.
+    """
+    kind = type(thing)
+    module = name.removesuffix(f".{kind.__qualname__}")
+    return name == class_of(thing) or (module != name and "__main__" in (module, kind.__module__))
+
+
 class _Taker:
     """Copies to the host, and collects what cannot be saved."""
 

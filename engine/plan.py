@@ -59,6 +59,11 @@ class Plan:
         problems = [problem for field in fields(self) for problem in self._wrong(field.name)]
         if self.validate_every is not None and self.data.validate is None:
             problems.append("validate_every is given, and there is no validation data: pass `validate=`")
+        if self.overfit is not None and self.resume:
+            problems.append(
+                "overfit takes the first batches anew, and one that resumes may find others there: leave out "
+                "`overfit`, or `resume`"
+            )
         if problems:
             raise TaskError("the run cannot be planned:\n" + "\n".join(f"  - {text}" for text in problems))
 

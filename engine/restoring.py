@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .capture import buffers, class_of, names_of, ties, with_extra_state
+from .capture import buffers, class_of, is_of_class, names_of, ties, with_extra_state
 from .checkpoint import CheckpointMismatch
 from .residency import family
 
@@ -110,7 +110,7 @@ def _misfit_of_names(kind: str, saved: Mapping[Any, Any], present: Mapping[Any, 
 def _misfit_of_parts(kind: str, saved: Mapping[Any, Any], present: Mapping[Any, Any]) -> Iterator[str]:
     yield from _misfit_of_names(kind, saved, present)
     for name in saved:
-        if name in present and saved[name]["class"] != class_of(present[name]):
+        if name in present and not is_of_class(present[name], saved[name]["class"]):
             yield f"{kind} '{name}' was a {saved[name]['class']}, and is a {class_of(present[name])}"
 
 

@@ -79,6 +79,9 @@ class Fit:
                 session.attend,
             )
             if not go_on:
+                last = plan.validation() if position.request == "finish" else None
+                if last is not None and position.step != self._validated:
+                    session.validate(last)  # of what the run ends with
                 return position.request != "stop"
             session.end_epoch(plan.validation() if plan.validate_every is None else None)
             if position.request and epoch + 1 < plan.epochs and not session.attend():

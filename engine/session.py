@@ -220,6 +220,12 @@ class Session:
             boundary: Between two epochs, or between two steps of one.
         """
         if self.work.keeper is not None:
+            if boundary == "epoch" and not self.stepping.at_rest:
+                boundary = "step"
+                self._say(
+                    f"after epoch {self.position.epoch + 1} gradients wait for an update of the next one: "
+                    "they are not saved, so no run can go on from there"
+                )
             self.work.keeper.boundary = boundary
             self.work.keeper.metrics = dict(self._metrics)
             self.driver.reach("checkpoint")
@@ -228,8 +234,8 @@ class Session:
     def attend(self) -> bool:
         """Honour what was asked for, between two steps; whether to go on."""
         position = self.position
-        while position.request in WAITS:
-            if position.request == "suspend" and not self.stepping.at_rest:
+        while (request := position.request) in WAITS:
+            if request == "suspend" and not self.stepping.at_rest:
                 return True  # gradients wait for their update: at the next boundary, then
             self._wait()
         check_cancel(position)
@@ -239,15 +245,20 @@ class Session:
         """Paused or suspended, until something else is asked for; then in training again, unless to stop."""
         position = self.position
         position.doing, position.since = "", time.monotonic()
-        while position.request in WAITS:
+        while (request := position.request) in WAITS:
             # Cleared before the look, or a request between the look and the wait would be slept over.
             position.changed.clear()
-            if self.driver.phase != _WAITING[position.request]:
-                self.driver.reach(position.request)
+            if request == "suspend" and not self.stepping.at_rest:
+                break  # it was paused while gradients waited: they get their update first
+            if self.driver.phase != _WAITING[request]:
+                if self.driver.phase == "suspended":
+                    self.driver.do("resume")  # paused, a run has its device
+                self.driver.reach(request)
             if position.request in WAITS:
                 position.changed.wait()
         check_cancel(position)
-        if position.request != "stop":
+        # It may have been let go on before it came to wait.
+        if position.request != "stop" and self.driver.phase in _WAITING.values():
             self.driver.do("resume")
 
     def serve(self) -> None:

@@ -47,10 +47,10 @@ def place_again(registry: Registry, adapter: Adapter, resting: Resting) -> None:
     registry.after_placement()
     placed = registry.placed_for(before.values())
     states: dict[int, Any] = {}
+    # All of it first: whoever walks through what an optimizer keeps passes over what cannot be replaced.
+    moved = {key: adapter.move(tensor) for key, tensor in resting.state.items()}
     for optimizer in registry.family():
         if placed:
             rebind(optimizer, placed, states)
-        if resting.state:
-            replace_in_optimizer(
-                optimizer, lambda tensor: adapter.move(tensor) if id(tensor) in resting.state else tensor
-            )
+        if moved:
+            replace_in_optimizer(optimizer, lambda tensor: moved.get(id(tensor), tensor))

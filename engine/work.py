@@ -179,13 +179,13 @@ class Work:
         given = {
             name: Release(f"giving back the {name}", _nothing, function) for name, function in theirs.items()
         }
-        # What the process has once is taken and given back with the device.
-        given["device"] = replace(
-            given["device"],
-            copy=self._with_random_state(given["device"].copy),
-            commit=lambda _: leases.give_back(self._token),
-            forget=lambda: leases.give_back(self._token),
-        )
+        if "device" in given:  # what the process has once is taken and given back with it
+            given["device"] = replace(
+                given["device"],
+                copy=self._with_random_state(given["device"].copy),
+                commit=lambda _: leases.give_back(self._token),
+                forget=lambda: leases.give_back(self._token),
+            )
         return own | given
 
     def _with_random_state(self, free: Callable[[], Any]) -> Callable[[], Any]:
@@ -370,7 +370,7 @@ class Work:
         check_cancel(self._position)
         if self.keeper is None:
             raise TaskError("this run resumes from no checkpoint")
-        self._known = self._agreed = None  # groups may have been added, and layers unfrozen, by then
+        self._agreed = None  # groups may have been added, and layers unfrozen, by then
         self.keeper.restore(self._kept(), self._position, self._adapter)
         for scheduler in self.schedulers.values():
             widen(scheduler)

@@ -73,7 +73,7 @@ def _keeps_a_tensor(patch: pytest.MonkeyPatch) -> None:
 
         return plain(batches, keeping, first, *rest)
 
-    patch.setattr("interlock.session.train_epoch", train_epoch)
+    patch.setattr("interlock.routine.train_epoch", train_epoch)
 
 
 def _no_grad_for_ever(patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlock.backends.double import ReplacingDouble
-from interlock.capture import capture, describe
+from interlock.capture import capture, class_of, describe, is_of_class
 from interlock.checkpoint import CheckpointMismatch
 from interlock.residency import Registry
 from interlock.restoring import restore
@@ -618,3 +618,14 @@ def test_needing_more_would_be_seen() -> None:
         moved = [other.move(v["sum"].clone()) for v in state["state"].values()]
         torch.ones_like(moved[0])
     assert peak.most > held
+
+
+def test_a_class_is_the_same_in_a_program_and_imported():
+    class Own:
+        """One of a user's."""
+
+    kind = f"{Own.__qualname__}"
+    assert is_of_class(Own(), class_of(Own()))
+    assert is_of_class(Own(), f"__main__.{kind}")
+    assert not is_of_class(Own(), f"elsewhere.{kind}")
+    assert not is_of_class(Own(), "__main__.Other")

@@ -65,5 +65,6 @@ def test_each_example_runs(tmp_path: Path, name: str):
         "fails.py": "broken: failed, clean, after 25 steps",
         "gan.py": "the generator's points are ",
         "lbfgs.py": "fitted: slopes [2.0, -1.0, 0.5], offset 3.0",
+        "thaw.py": "thawed in 2 steps: accuracy 0.9",
     }
     assert expected[name] in said
