@@ -329,7 +329,7 @@ class Engine:
         session = Session(task, plan, adapter, life, program, self._options, bus, resumed)
         self._observe(session, plan.epochs if plan else 1)
         if task.metrics is not None and plan is not None and plan.data.validate is None:
-            session._notes.append("metrics were never computed: no validation data")
+            session.notes.append("metrics were never computed: no validation data")
         return session
 
     def _program(self, task: Task) -> StepProgram | None:

@@ -111,10 +111,15 @@ Observer: TypeAlias = Callable[[Event], None]
 
 _STOP = None
 
+REST = 0.05
+"""Seconds that an observer's thread rests after a report, if nothing but reports comes meanwhile."""
+
 
 @dataclass(eq=False)
 class Subscription:
     """One observer of one run.
+
+    Reports reach it within `REST` seconds, all other events at once.
 
     An observer may have a method `on_end(lost)`: it is called on the same thread once there are no
     more events, whether or not the last one was `Closed`, with the number of events it lost.
@@ -137,6 +142,7 @@ class Subscription:
     errors: int = field(default=0, init=False)
     _name: str = field(init=False, repr=False)
     _queue: queue.SimpleQueue[Event | None] = field(init=False, repr=False)
+    _hurry: threading.Event = field(init=False, repr=False)
     _thread: threading.Thread = field(init=False, repr=False)
     _seen: int = field(default=0, init=False, repr=False)
 
@@ -145,6 +151,7 @@ class Subscription:
         if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
             raise TaskError(f"an observer's capacity must be a whole number of at least 1, got {capacity!r}")
         self._queue = queue.SimpleQueue()
+        self._hurry = threading.Event()
         self._name = _name_of(self.observer)
         self._thread = threading.Thread(
             target=self._run, name=f"interlock observer {self._name}", daemon=True
@@ -162,6 +169,8 @@ class Subscription:
                 self._queue.get_nowait()
                 self.lost += 1
         self._queue.put(event)
+        if not isinstance(event, Report) or 2 * self._queue.qsize() >= self.capacity:
+            self._hurry.set()
 
     def _run(self) -> None:
         past, self.past = self.past, ()
@@ -170,7 +179,15 @@ class Subscription:
         del past
         while (event := self._queue.get()) is not _STOP:
             self._see(event)
+            if isinstance(event, Report):
+                self._rest()
         self._call(self._end)
+
+    def _rest(self) -> None:
+        """Let further reports gather: each time a thread wakes up, it costs the run's own some time."""
+        self._hurry.clear()
+        if self._queue.empty():
+            self._hurry.wait(REST)
 
     def _see(self, event: Event) -> None:
         if isinstance(event, PhaseChanged):
@@ -204,6 +221,7 @@ class Subscription:
             the observer lets it.
         """
         self._queue.put(_STOP)
+        self._hurry.set()
         self._thread.join(max(seconds, 0.001))
         return not self._thread.is_alive()
 
@@ -214,6 +232,7 @@ class Subscription:
             bus.remove(self)
         if threading.current_thread() is self._thread:
             self._queue.put(_STOP)
+            self._hurry.set()
         else:
             self.finish(1.0)
 

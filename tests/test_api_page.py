@@ -17,7 +17,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 
 
 def test_the_page_is_what_the_docstrings_say() -> None:
-    assert PAGE.read_text() == api_page.page(), "run: python tests/tools/api_page.py > docs/api.md"
+    assert PAGE.read_text() == api_page.page(), "run: python tests/tools/api_page.py"
+    assert PAGE.with_name("reference.md").read_text() == api_page.reference(), "run the same"
 
 
 def test_each_name_is_on_it_once() -> None:

@@ -336,7 +336,7 @@ def test_the_loss_sees_them_on_the_device(kind: str) -> None:
 
 def test_batches_left_on_the_host_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: an engine that moves nothing."""
-    monkeypatch.setattr("interlock.work.convert", lambda batch, move: batch)
+    monkeypatch.setattr("interlock.holding.convert", lambda batch, move: batch)
     assert seen_by_a_loss("dict", ReplacingDouble()) == [(dict, [False, False])] * 2
 
 

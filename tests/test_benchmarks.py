@@ -167,6 +167,22 @@ def test_what_comes_fused_is_held_against_the_loop_without_a_word_only(bench: An
     }
 
 
+def test_everything_on_is_also_held_against_a_loop_that_keeps_the_same_accounts(bench: Any) -> None:
+    steps = bench("steps")
+    found = steps.compared({steps.BASE: [1.0], steps.LOGGED: [1.5], steps.ON: [2.0]}, 1.0)
+    assert found[steps.ON]["added"]["median"] == 1.0
+    assert found[steps.ON][f"added beside {steps.LOGGED}"]["median"] == 0.5
+
+
+def test_the_loop_with_a_bar_and_a_log_trains_the_same(bench: Any, tmp_path: Path) -> None:
+    workloads = bench("workloads")
+    work = workloads.WORKLOADS["tiny"]
+    batches = work.batches(60, "list")
+    logged = workloads.by_hand_logged(work, tmp_path, batches)
+    workloads.require_equal_weights("logged", logged, workloads.by_hand(work, batches))
+    assert len((tmp_path / "by-hand.jsonl").read_text().splitlines()) == 2
+
+
 @pytest.mark.parametrize("measure", ["measure_steps", "measure_runs"])
 def test_a_benchmark_of_unequal_work_measures_nothing(bench: Any, measure: str) -> None:
     steps, workloads = bench("steps"), bench("workloads")
@@ -289,6 +305,7 @@ def test_a_quick_run_gives_figures() -> None:
         "by hand",
         "Interlock, everything on",
         "Interlock, everything off",
+        "by hand, with a bar and a log",
         "by hand, AdamW without a word",
         "Interlock, as it comes",
     }

@@ -218,7 +218,7 @@ def test_a_run_that_was_paused_anywhere_has_the_bits_of_one_that_was_not(
 def test_the_comparison_sees_state_that_does_not_follow(monkeypatch: pytest.MonkeyPatch):
     """The planted fault: an optimizer that begins anew after each suspension."""
     plain = finished(engine("double").start(rich("AdamW", [], False), batches(7)).wait(PATIENCE))
-    spoilt = "interlock.work.place_again"
+    spoilt = "interlock.phases.place_again"
     real = __import__("interlock.suspension", fromlist=["place_again"]).place_again
 
     def forgetful(registry: Any, adapter: Any, resting: Any) -> None:

@@ -612,7 +612,7 @@ def test_an_optimizer_that_is_not_rebound_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_claims_two_runs_go_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("interlock.work.claim", lambda model, run: None)
+    monkeypatch.setattr("interlock.phases.claim", lambda model, run: None)
     with pytest.raises(BaseException, match="DID NOT RAISE"):
         _inside_a_hook()
 

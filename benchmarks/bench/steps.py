@@ -21,6 +21,7 @@ from .workloads import (
     WORKLOADS,
     Workload,
     by_hand,
+    by_hand_logged,
     optimizer,
     require_equal_weights,
     wordless,
@@ -29,6 +30,8 @@ from .workloads import (
 BASE = "by hand"
 ON = "Interlock, everything on"
 OFF = "Interlock, everything off"
+LOGGED = "by hand, with a bar and a log"
+"""What `ON` is held against too: a loop that does the same accounting."""
 PLAIN = "by hand, AdamW without a word"
 COMES = "Interlock, as it comes"
 """Held against `PLAIN`: nothing is said about the optimizer's form, so that Interlock takes the fused one."""
@@ -64,6 +67,7 @@ def variants(work: Workload, folder: Path) -> dict[str, Train]:
     bare = il.Engine("cpu", report_every=REPORT_EVERY)
     return {
         BASE: functools.partial(by_hand, work),
+        LOGGED: functools.partial(by_hand_logged, work, folder),
         ON: lambda batches: _model(full.fit(task, batches)),
         OFF: lambda batches: _model(bare.fit(task, batches)),
         PLAIN: functools.partial(by_hand, work, make=wordless),
@@ -136,7 +140,7 @@ def measure_runs(ways: Ways, work: Workload, budget: Budget, tell: Tell) -> dict
 
 
 def compared(times: Mapping[str, Sequence[float]], scale: float) -> dict[str, dict[str, dict[str, float]]]:
-    """Each variant against the first one, but `COMES` against `PLAIN`.
+    """Each variant against the first one, but `COMES` against `PLAIN`; `ON` also beside `LOGGED`.
 
     Args:
         times: Variant -> one value per repeat.
@@ -144,6 +148,9 @@ def compared(times: Mapping[str, Sequence[float]], scale: float) -> dict[str, di
     """
     usual = {name: values for name, values in times.items() if name in (PLAIN, COMES)}
     found = compare({n: v for n, v in times.items() if n not in usual}, next(iter(times)), scale)
+    if LOGGED in times and ON in times:
+        same = compare({LOGGED: times[LOGGED], ON: times[ON]}, LOGGED, scale)[ON]
+        found[ON] |= {f"{figure} beside {LOGGED}": same[figure] for figure in ("ratio", "added")}
     return {**found, **(compare(usual, PLAIN, scale) if usual else {})}
 
 

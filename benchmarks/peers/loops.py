@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.steps import BASE, Train, variants
+from bench.steps import BASE, LOGGED, Train, variants
 from bench.workloads import REPORT_EVERY, Workload, mean_of, optimizer
 from torch import nn
 
@@ -34,6 +34,7 @@ def trains(work: Workload, folder: Path) -> dict[str, Train]:
         "transformers' Trainer, everything off": transformers_off,
     }
     by_hand = ours.pop(BASE)
+    ours.pop(LOGGED)  # the others do no such accounting here
     theirs = {name: functools.partial(train, work) for name, train in peers.items()}
     return {BASE: by_hand, **theirs, **ours}
 
