@@ -175,6 +175,7 @@ def _fit(this: ArgumentParser) -> None:
     this.add_argument("task", metavar=_TASK, help="what to train: a Task, or a function that returns one")
     this.add_argument("--backend", default="auto", metavar="B", help="where to train (default: auto)")
     this.add_argument("--epochs", type=_count, metavar="N", help="how often (default: as the task says)")
+    this.add_argument("--seed", type=_whole, metavar="N", help="seed the random generators for this run")
     this.add_argument("--max-steps", type=_count, metavar="N", help="end after N steps, as finished")
     this.add_argument("--max-time", type=_seconds, metavar="S", help="stop after S seconds")
     this.add_argument("--limit-batches", type=_count, metavar="N", help="use N batches of each pass only")
@@ -253,6 +254,13 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got '{text}'")
     return number
+
+
+def _whole(text: str) -> int:
+    """A whole number from 0."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0, got '{text}'")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

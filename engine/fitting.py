@@ -72,6 +72,8 @@ def _refuse_bad_targets(options: Namespace) -> None:
     Raises:
         InterlockError: Which file, and why.
     """
+    if options.resume and options.checkpoints is None:
+        raise UsageError("--resume needs --checkpoints DIR, the folder of the checkpoint to go on from")
     if options.journal is not None:
         refuse_unwritable(options.journal)
     drawing: Path | None = options.drawing
@@ -99,6 +101,7 @@ def _carry_out(options: Namespace, signals: Signals) -> tuple[Outcome, Spec]:
         options.backend,
         exit=options.exit,
         deadline=options.deadline,
+        seed=options.seed,
         report_every=options.report_every,
         observers=[signals],
         progress=not options.no_progress,

@@ -95,6 +95,7 @@ def as_data(
         "later_errors": [str(failure) for failure in outcome.errors],
         "notes": list(outcome.notes),
         "spec_hash": outcome.spec_hash,
+        "checkpoint": str(outcome.checkpoint) if outcome.checkpoint else None,
         "journal": str(journal) if journal else None,
         "replay": {"result": str(replayed.result), "transitions": replayed.steps} if replayed else None,
         "drawing": str(drawing) if drawing else None,

@@ -120,6 +120,10 @@ def test_version(capsys):
         ("graph", "--spec", "no_such"),
         ("graph", "--backend", "no_such"),
         ("graph", "-o", "missing/a.svg"),
+        ("fit", "train.py:task", "--resume"),
+        ("fit", "train.py:task", "--seed", "-1"),
+        ("fit", "train.py:task", "--max-steps", "0"),
+        ("fit", "train.py:task", "--overfit", "none"),
         ("check", "--backend", "cpu", "--all"),
         ("check", "--backend", "no_such"),
         ("check", "--spec", "no_such"),
@@ -410,6 +414,18 @@ def test_what_does_not_fit_the_spec_fails_the_command(capsys, folder: Path, monk
     said = fit(capsys, "train.py:task", "--epochs", 1, "--journal", "run.jsonl")
     assert said.status == 1
     assert "the journal cannot be replayed" in said.err
+
+
+def test_limits_and_seed_are_taken_from_the_command_line(capsys, folder: Path):
+    def ran(*words: Any) -> tuple[int, float]:
+        said = fit(capsys, "train.py:task", "--epochs", 2, "--json", "--report-every", 1, *words)
+        assert said.status == 0, said.err
+        data = json.loads(said.out)
+        return data["steps"], data["metrics"]["loss"]
+
+    assert ran("--seed", 3) == ran("--seed", 3)
+    assert ran("--seed", 3)[1] != ran("--seed", 4)[1]
+    assert ran("--max-steps", 2)[0] == ran("--limit-batches", 1)[0] == ran("--overfit", 1)[0] == 2
 
 
 BAD = """
