@@ -95,6 +95,7 @@ def _refuse_bad_targets(options: Namespace) -> None:
 
 def _carry_out(options: Namespace, signals: Signals) -> tuple[Outcome, Spec]:
     from .engine import Engine
+    from .leases import ProcessSettings, give_back, take
     from .session import carry_out
 
     engine = Engine(
@@ -108,10 +109,18 @@ def _carry_out(options: Namespace, signals: Signals) -> tuple[Outcome, Spec]:
         journal=options.journal,
     )
     signals.watch(engine.life.spec)
-    with task_from(options.task) as task:
-        # As `Engine.fit` does; but here the outcome of a run that failed is wanted, too.
-        session = engine._session(task, _plan(engine, task, options))
-        return carry_out(session), engine.life.spec
+    loading = object()
+    try:
+        # What the task's file draws when it is loaded, and its data, follow the seed as well.
+        settings = ProcessSettings(seed=options.seed)
+        take(settings, loading, when_taken="refuse", check=lambda: None, name="loading")
+        with task_from(options.task) as task:
+            # As `Engine.fit` does; but here the outcome of a run that failed is wanted, too.
+            session = engine._session(task, _plan(engine, task, options))
+            give_back(loading)
+            return carry_out(session), engine.life.spec
+    finally:
+        give_back(loading)
 
 
 def _plan(engine: Engine, task: Task, options: Namespace) -> Plan:
