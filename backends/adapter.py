@@ -1,9 +1,10 @@
 """The interface of a backend: what an adapter does for a run, in the order in which a run asks.
 
 The public methods are the guarded calls that the engine makes and that the fault injector
-intercepts; adapters override the private hooks behind them. All calls are made by the thread
-that runs the lifecycle, except `fetch`, which a deadline thread may call so that a copy that
-never returns blocks nobody.
+intercepts; adapters override the private hooks behind them. Calls are made by the thread that runs the
+lifecycle; but where there is a device (`copies`), those on the way out - `fetch`, `leftovers`, `free`,
+releases and actions that have a deadline - are made on a thread of their own, so that one that never
+returns blocks nobody.
 
 An adapter freezes what it knows of its device in `acquire`, and is never asked for it again: no
 device query after release. Importing, describing and constructing one initialises no device.

@@ -20,6 +20,7 @@ from .adapter import Adapter, DeviceFacts, Leftover
 
 CALLS = ("acquire", "place", "move", "sync", "fetch", "leftovers", "free")
 """The calls that can be made to fail."""
+MOMENTS = ("before", "after")
 
 
 @dataclass
@@ -28,12 +29,15 @@ class Fault:
 
     Attributes:
         call: One of `CALLS`.
-        moment: `before` or `after` the call does its work; `half` for a multi-step call is
-            expressed as a fault in the n-th `move` or `fetch` inside it.
+        moment: `before` or `after` the call does its work. Half done inside a call of several steps is a
+            fault in the n-th `move` or `fetch` inside it.
         nth: Which call of that name, counted from 1.
         error: Makes the exception to raise.
         times: For how many calls from the n-th on (2 makes the second attempt fail as well).
         block: Instead of raising, block until this event is set.
+
+    Raises:
+        ValueError: There is no such call or moment, so it would never strike.
     """
 
     call: str
@@ -43,6 +47,13 @@ class Fault:
     times: int = 1
     block: threading.Event | None = None
     struck: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.call not in CALLS or self.moment not in MOMENTS:
+            raise ValueError(
+                f"a fault {self.moment!r} {self.call!r} would never strike: the calls are "
+                f"{', '.join(CALLS)}, the moments {' and '.join(MOMENTS)}"
+            )
 
 
 class _Faulty(Adapter):

@@ -1,8 +1,8 @@
 """Waits for a call no longer than allowed.
 
 A deadline bounds the wait of the caller and nothing else: the call goes on, on a daemon thread,
-and whatever it returns too late is dropped. So only calls that change nothing that anybody else
-can see may be given here: copies, not commits.
+and whatever it returns too late is dropped. So calls are given here that change nothing of the user's:
+copies, not commits; and calls of a backend, such as giving a device back, which may come late.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def bounded(function: Callable[[], T], seconds: float, what: str) -> T:
     """Call `function` on a daemon thread and wait for it.
 
     Args:
-        function: Must not change anything but what it returns.
+        function: Changes nothing of the user's but by what it returns; it may come late.
         seconds: How long to wait.
         what: For the message, such as "copying the model to the host".
 

@@ -34,11 +34,15 @@ class Position:
         doing: What the run's thread was last seen to begin: "loader", "step", ...
         request: What another thread asked for: "", "stop", "cancel", "pause" or "suspend"; or what the
             run's own thread found: "finish".
+        asking: Held by whoever changes the request.
         changed: Set when the request changed, for a run that waits.
         cancellation: The error raised for `cancel`, so that one from another run is told apart.
     """
 
-    __slots__ = ("cancellation", "changed", "doing", "epoch", "request", "since", "step", "updating")
+    __slots__ = (
+        *("asking", "cancellation", "changed", "doing", "epoch"),
+        *("request", "since", "step", "updating"),
+    )
 
     def __init__(self) -> None:
         self.updating = False
@@ -47,13 +51,23 @@ class Position:
         self.doing = ""
         self.since = 0.0
         self.request = ""
+        self.asking = threading.RLock()
         self.changed = threading.Event()
         self.cancellation: BaseException | None = None
 
     def ask(self, request: str) -> None:
         """Let the run know what is wanted, also if it waits."""
-        self.request = request
+        with self.asking:
+            self.request = request
         self.changed.set()
+
+    def propose(self, request: str) -> bool:
+        """Ask for it unless the run is to end already; whether it was asked for."""
+        with self.asking:
+            free = self.request in ("", *WAITS)
+            self.request = request if free else self.request
+        self.changed.set()
+        return free
 
 
 class Driver:

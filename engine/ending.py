@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,8 @@ class Ending:
         self.plan = plan
         self.served: Any = None
         """Of a session that only serves: (batches, what is done with them)."""
+        self.before: Callable[[], None] | None = None
+        """What is done first when the session is first driven."""
         self.judges: list[Judge] = []
         """They see each report, and may end the run."""
         self.errors = Errors(options.keep_frames, standing_on(adapter))
@@ -101,11 +104,11 @@ class Ending:
         """The thread that has it."""
         self._outside: BaseException | None = None
         stack = ReleaseStack(options.deadline, adapter.copies)
-        self.work = Work(task, adapter, program, options, self.position, stack, self._say)
+        self.work = Work(task, adapter, program, options, self.position, stack, self.say)
         about = {"task": task.name, "backend": adapter.name, "spec": life.spec.hash}
         settings = plan.checkpoints if plan is not None else None
         if settings is not None or resume is not None:
-            self.work.keeper = Keeper(settings, resume, about, self._say, self._tell)
+            self.work.keeper = Keeper(settings, resume, about, self.say, self._tell)
             self.work.generators = generators_of(plan) if plan is not None else {}
         rescues = self.work.keeper is not None and self.work.keeper.rescues
         wished = {
@@ -140,7 +143,8 @@ class Ending:
         if entry.phase in _CHECKED and entry.event != "train" and entry is self.driver.slot.history[-1]:
             self.work.check(f"after '{entry.event}'")
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Take an observation worth reading, for the outcome and whoever observes."""
         self.notes.append(text)
         self._tell(text)
 
@@ -171,9 +175,8 @@ class Ending:
         self.bus.publish(report)
         for judge in self.judges:
             why = judge(report)
-            if why and not self.position.request:
-                self._say(f"asked to stop: {why}")
-                self.position.ask("stop")
+            if why and self.position.propose("stop"):
+                self.say(f"asked to stop: {why}")
 
     # -- faults and the end -----------------------------------------------------------------------
 
@@ -353,6 +356,6 @@ class Ending:
         """Break the cycles through actions and bound functions: no garbage collector is needed."""
         self.driver.detach()
         self.work.let_go()
-        self.plan = self.served = self._outside = None
+        self.plan = self.served = self.before = self._outside = None
         self.judges = []
         self._losses = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
@@ -160,14 +161,13 @@ class Engine:
             checkpoints=checkpoints,
             resume=resume,
         )
-        session = self._session(task, plan)
-        del plan
-        outcome = carry_out(session)
+        # In one go: from the moment that there is a session, whoever ends it has it.
+        outcome = carry_out(self._session(task, plan))
         if outcome.error is None:
             return outcome
         error = outcome.error
         # The caller may keep the error, and with it this frame: it must not hold anything.
-        del outcome, session, task, train, validate, stop_when, self
+        del outcome, plan, task, train, validate, stop_when, self
         try:
             raise_again(error)
         finally:
@@ -208,7 +208,13 @@ class Engine:
             checkpoints=checkpoints,
             resume=resume,
         )
-        return Run(self._session(task, plan))._begin()
+        session = self._session(task, plan)
+        try:
+            run = Run(session)
+        except BaseException as error:
+            session.conclude(error)
+            raise
+        return run._begin()
 
     def evaluate(
         self,
@@ -271,14 +277,11 @@ class Engine:
         refuse_unbatched("batches", batches)
         if not is_batches(batches):
             raise TaskError(f"batches must be something to iterate over, got {type(batches).__name__}")
-        session = self._session(task, None, INFERENCE)
-        session.served = batches, what
-        del batches
-        outcome = carry_out(session)
+        outcome = carry_out(self._session(task, None, INFERENCE), (batches, what))
         if outcome.error is None:
             return cast("T", outcome.result)
         error = outcome.error
-        del outcome, session, task, what, self
+        del outcome, task, what, batches, self
         try:
             raise_again(error)
         finally:
@@ -298,7 +301,10 @@ class Engine:
         """
         if not isinstance(task, Task):
             raise TaskError(f"expected an interlock.Task, got {type(task).__name__}")
-        return Created(self._session(task, None))
+        session = self._session(task, None, observed=False)
+        # A handle that is dropped unused must leave no thread and no file behind.
+        session.before = partial(self._observe, session, 1)
+        return Created(session)
 
     def _data(self, task: Task, train: Any, validate: Any) -> Data:
         if not isinstance(task, Task):
@@ -318,7 +324,9 @@ class Engine:
     def _plan(self, task: Task, train: Any, validate: Any, epochs: Any, **more: Any) -> Plan:
         return Plan(self._data(task, train, validate), _rounds(task, epochs), **more)
 
-    def _session(self, task: Task, plan: Plan | None, spec: Spec = TRAINING) -> Session:
+    def _session(
+        self, task: Task, plan: Plan | None, spec: Spec = TRAINING, *, observed: bool = True
+    ) -> Session:
         if plan is not None and plan.overfit is None:
             refuse_used_up(plan.data, plan.epochs)
         adapter = self._class() if self._adapter is None else self._adapter
@@ -327,7 +335,8 @@ class Engine:
         resumed = chosen(plan.resume, plan.checkpoints) if plan is not None else None
         bus = Bus()
         session = Session(task, plan, adapter, life, program, self._options, bus, resumed)
-        self._observe(session, plan.epochs if plan else 1)
+        if observed:
+            self._observe(session, plan.epochs if plan else 1)
         if task.metrics is not None and plan is not None and plan.data.validate is None:
             session.notes.append("metrics were never computed: no validation data")
         return session

@@ -20,6 +20,7 @@ from .batches import size
 from .driver import Position
 from .errors import DataError, TaskError
 from .loop import check_cancel, no_batch, note_batch
+from .switches import host_sources
 
 
 class undisturbed:  # noqa: N801 - used as a function is
@@ -40,12 +41,17 @@ class undisturbed:  # noqa: N801 - used as a function is
         self._model = model
         self._flags = [(module, module.training) for module in model.modules()]
         self._gradients = torch.is_grad_enabled()
-        own = (torch.get_rng_state, torch.set_rng_state)
-        self._states = [(put, get()) for get, put in (own, *generators)]
+        own = ((source.get, source.put) for source in host_sources())
+        self._states = [(put, get()) for get, put in (*own, *generators)]
 
     def __enter__(self) -> None:
-        self._model.eval()
-        torch.set_grad_enabled(False)
+        try:
+            self._model.eval()
+            torch.set_grad_enabled(False)
+        except BaseException as error:
+            # A block that is not entered is not left either.
+            self.__exit__(type(error), error, None)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -140,6 +146,7 @@ def predict(
     move: Callable[[Any], Any],
     fetch: Callable[[Any], Any],
     position: Position,
+    generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
 ) -> list[Any]:
     """What a model makes of some batches, each brought home before the next one is begun.
 
@@ -150,6 +157,7 @@ def predict(
         move: Takes a batch to the device.
         fetch: Takes an output home.
         position: Its requests are honoured between batches.
+        generators: As for `undisturbed`.
 
     Returns:
         The output of each batch, on the host.
@@ -159,7 +167,7 @@ def predict(
         Exception: Whatever the output function raised, with a note that describes the batch.
     """
     found: list[Any] = []
-    with undisturbed(model):
+    with undisturbed(model, generators):
         for batch in batches:
             check_cancel(position)
             try:

@@ -1,8 +1,8 @@
 """Facts that are observed during a run, not assumed: who holds which parameter, what trains.
 
 Each check compares identities and raises a typed error that names parameters. They are cheap (a
-dictionary look-up per parameter) and run when the optimizer is built, before the first step,
-after each change of phase during training, at each report, and before the run ends well. So an
+dictionary look-up per parameter) and run when the optimizer is built, before the first step, after each
+validation, checkpoint, adoption and suspension, at each report, and before the run ends well. So an
 undeclared change in mid-run is found at the next of these, not at once.
 """
 

@@ -138,7 +138,9 @@ class Ready(_Handle):
 
     def train(self) -> Training:
         """Begin to train."""
-        return self._advance("train", "training", Training)
+        training = self._advance("train", "training", Training)
+        self._session.perform(self._session.begin_epoch)
+        return training
 
     def stop(self) -> Outcome:
         """End the run before it trains, keeping what there is.
@@ -171,7 +173,7 @@ class Training(_Handle):
         last report are read and the facts are checked, as in `fit`.
 
         Args:
-            batch: As the task's functions take it, on the host.
+            batch: As the task's functions take it, on the host; with `Accumulate`, a list of batches.
 
         Returns:
             The loss, detached, on the device.
@@ -202,6 +204,20 @@ class Training(_Handle):
         """
         self._check("adopt")
         self._session.perform(lambda: self._session.adopt(change))
+
+    def next_epoch(self, batches: Iterable[Any] | None = None) -> dict[str, float] | None:
+        """End an epoch and begin the next one, as `fit` does.
+
+        Schedulers that move after each epoch move, and what the task adopts before the next one is adopted.
+
+        Args:
+            batches: To validate on first.
+
+        Returns:
+            The validation's metrics, if there was one.
+        """
+        self._check("next_epoch")
+        return self._session.perform(lambda: self._session.next_epoch(batches))
 
     def finish(self) -> Outcome:
         """End the run well: everything comes home.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -220,7 +220,13 @@ class Phases(Holding):
             self._move,
             self._fetch,
             self._position,
+            self._generators(),
         )
+
+    def _generators(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
+        """How the state of the device's random generator is read and put back, where there is a device."""
+        adapter = self._adapter
+        return [(adapter.random_state, adapter.set_random_state)] if adapter.copies else []
 
     def _fetch(self, value: Any) -> Any:
         """A value with all its tensors on the host."""
@@ -248,7 +254,7 @@ class Phases(Holding):
             self._move,
             self._todo().batch_size,
             self._position,
-            [(self._adapter.random_state, self._adapter.set_random_state)] if self._adapter.copies else [],
+            self._generators(),
         )
 
     # -- lending the device ---------------------------------------------------------------------

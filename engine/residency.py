@@ -401,18 +401,6 @@ class Registry:
                 slot.put(home)
         self._go_home(dict(self._home))
 
-    # -- what is left -------------------------------------------------------------------------
-
-    def remaining(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(path, tensor) of each tensor of model and optimizers that still stands on the device."""
-        for slot in slots(self.model):
-            for tensor in _held(slot.value):
-                if self._adapter.resident(tensor):
-                    yield f"model.{slot.name}", tensor
-        for tensor in self.state_tensors():
-            if self._adapter.resident(tensor):
-                yield "optimizer.state", tensor
-
 
 def _replaced(value: Any, function: Function) -> Any:
     """As `replace_in`; what cannot be looked into stays as it is."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .driver import WAITS, Position
+from .driver import Position
 from .loop import train_epoch, windows
 from .plan import Plan
 from .task import Task
@@ -49,6 +49,9 @@ class Fit:
             batches: Iterable[Any] = list(islice(iter(plan.data.train), plan.overfit))
         else:
             batches = plan.training()
+        late = sorted(epoch for epoch in self._task.adopt if epoch >= plan.epochs)
+        if late:
+            session.say(f"nothing is adopted before epoch {late}: there are {plan.epochs}, counted from 0")
         session.judges = [rule.begin() for rule in plan.stop_when]
         session.claim()
         session.driver.advance("training")
@@ -57,6 +60,7 @@ class Fit:
         self._validated = self._position.step - self._position.step % (plan.validate_every or 1)
         limit = _TimeLimit(plan.max_time, self._position)
         try:
+            limit.begin()
             session.end("finish" if self._epochs(batches) else "stop")
         finally:
             limit.end()
@@ -103,8 +107,8 @@ class Fit:
             due.append(self._validated + plan.validate_every)
         due.append(session.save_when_due(step))
         if plan.max_steps is not None:
-            if step >= plan.max_steps and self._position.request in ("", *WAITS):
-                self._position.request = "finish"  # there is no step left to wait before
+            if step >= plan.max_steps:
+                self._position.propose("finish")  # there is no step left to wait before
             due.append(plan.max_steps)
         return min(due)
 
@@ -113,9 +117,11 @@ class _TimeLimit:
     """Asks a run to stop once its time is over, from a thread of its own: a step costs nothing for it."""
 
     def __init__(self, seconds: float | None, position: Position) -> None:
-        self._timer: threading.Timer | None = None
-        if seconds is not None:
-            self._timer = threading.Timer(seconds, _ask, (position,))
+        self._timer = None if seconds is None else threading.Timer(seconds, _ask, (position,))
+
+    def begin(self) -> None:
+        """From here on the time runs."""
+        if self._timer is not None:
             self._timer.name = "interlock time limit"
             self._timer.daemon = True
             self._timer.start()
@@ -125,12 +131,12 @@ class _TimeLimit:
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
-            timer.join()
+            if timer.ident is not None:
+                timer.join()
 
 
 def _ask(position: Position) -> None:
-    if position.request in ("", *WAITS):
-        position.ask("stop")
+    position.propose("stop")
 
 
 class Serve:

@@ -44,7 +44,8 @@ class Snapshot:
         phase: The last phase of its history.
         step: Steps complete.
         epoch: From 0.
-        doing: In plain words: "training: in loader for 12.0 s", "cancelling: in step ...".
+        doing: In plain words: "in loader, 12.0 s since the last report", "cancelling: in step, ...",
+            "validating for 3.1 s".
         stack: The stack of the run's thread, as text; empty once it is closed.
     """
 
@@ -77,7 +78,6 @@ class Run:
         self._slot = session.driver.slot
         self._bus = session.bus
         self._outcome: Outcome | None = None
-        self._requests = threading.Lock()
         self._closed = threading.Event()
         self._waiting: list[Callable[[], object]] = []
         self._worker: int | None = None
@@ -174,14 +174,11 @@ class Run:
 
     def stop(self) -> None:
         """Ask it to end well: the update in progress is finished, the results are kept."""
-        with self._requests:
-            if self._position.request in ("", *WAITS):
-                self._position.ask("stop")
+        self._position.propose("stop")
 
     def cancel(self) -> None:
         """Ask it to end now: at the next step boundary, as an interruption. Overrides `stop`."""
-        with self._requests:
-            self._position.ask("cancel")
+        self._position.ask("cancel")
 
     def pause(self, *, release: bool = False) -> None:
         """Ask it to wait, at the next step boundary, until `resume`, `stop` or `cancel`.
@@ -194,7 +191,7 @@ class Run:
         Raises:
             RunInUse: It is closed, or has been asked to end.
         """
-        with self._requests:
+        with self._position.asking:
             self._refuse_ending("pause")
             self._position.ask("suspend" if release else "pause")
 
@@ -204,7 +201,7 @@ class Run:
         Raises:
             RunInUse: It is closed, or has been asked to end.
         """
-        with self._requests:
+        with self._position.asking:
             self._refuse_ending("resume")
             if self._position.request in WAITS:
                 self._position.ask("")

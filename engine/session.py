@@ -89,6 +89,15 @@ class Session(Ending):
         if keeper is not None and keeper.due_after(self.position.epoch + 1):
             self.save("epoch")
 
+    def next_epoch(self, batches: Any) -> dict[str, float] | None:
+        """From one epoch to the next, outside of the engine's loop; the metrics of its validation."""
+        if self._losses:
+            self._report_losses()
+        self.end_epoch(batches)
+        self.position.epoch += 1
+        self.begin_epoch()
+        return self.work.validation if batches is not None else None
+
     def claim(self) -> None:
         """Have what the run writes for itself alone, before anything is taken."""
         if self.work.keeper is not None:
@@ -125,7 +134,7 @@ class Session(Ending):
         if self.work.keeper is not None:
             if boundary == "epoch" and not self.stepping.at_rest:
                 boundary = "step"
-                self._say(
+                self.say(
                     f"after epoch {self.position.epoch + 1} gradients wait for an update of the next one: "
                     "they are not saved, so no run can go on from there"
                 )
@@ -194,6 +203,9 @@ class Session(Ending):
         self._gradients = torch.is_grad_enabled()
         self._autocast = {kind: autocast_state(kind) for kind in AUTOCAST}
         try:
+            before, self.before = self.before, None
+            if before is not None:
+                before()
             with self.adapter.session():
                 result = work()
         except BaseException as error:
@@ -276,18 +288,24 @@ class Session(Ending):
         return metrics
 
 
-def carry_out(session: Session) -> Outcome:
+def carry_out(session: Session, served: Any = None) -> Outcome:
     """Carry a session out, and then clear its own frames too from the traceback of its error.
 
     While the session ran they were executing, and could not be cleared; they would keep the whole
     session for as long as anybody keeps the error. The error keeps this frame as well, as the caller
     of those: so nothing may be left in it.
+
+    Args:
+        session: Not begun yet.
+        served: Of one that only serves: (batches, what is done with them).
     """
-    outcome = session.run()
+    outcome: Outcome | None = None
     try:
+        session.served = served
+        outcome = session.run()
         session.errors.unpin()
         return outcome
     except BaseException as interrupt:
         return session.conclude(interrupt)
     finally:
-        del outcome, session
+        del outcome, session, served

@@ -99,8 +99,8 @@ class Work(Phases):
         """Give the device back with its generator as it was."""
 
         def call() -> Any:
-            state, self._device_random = self._device_random, None
-            self._adapter.set_random_state(state)
+            self._adapter.set_random_state(self._device_random)
+            self._device_random = None  # after it: a call that failed is tried again
             return free()
 
         return call

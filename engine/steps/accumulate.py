@@ -110,6 +110,11 @@ class _Window:
         self._total: Any = None
 
     def head(self, batches: Sequence[Any]) -> Sequence[Any]:
+        if not isinstance(batches, list):
+            raise DataError(
+                f"with Accumulate a step takes a list of batches, and was given a {type(batches).__name__}: "
+                "`training.step([first, second])`"
+            )
         weights = [float(self._weigh(batch)) for batch in batches]
         total = sum(weights)
         if not 0 < total < math.inf or min(weights) < 0:

@@ -1,0 +1,155 @@
+"""Faults that were found by trying, each as the shortest program that showed it."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tools.small import Net, batches, engine, finished, loss_of, net, sgd, task
+from torch import nn
+
+import interlock as il
+from interlock.backends.faults import Fault
+
+both = pytest.mark.parametrize("backend", ["cpu", "double"])
+
+
+@both
+def test_a_model_that_refuses_evaluation_mode_is_left_as_it_was(backend: str) -> None:
+    class Stubborn(Net):
+        def train(self, mode: bool = True) -> Stubborn:
+            super().train(mode)
+            if not mode:
+                raise KeyboardInterrupt
+            return self
+
+    model = Stubborn()
+    with pytest.raises(KeyboardInterrupt):
+        engine(backend).fit(task(model=model), batches(), validate=batches(1))
+    assert all(module.training for module in model.modules())
+    assert torch.is_grad_enabled()
+
+
+@both
+@pytest.mark.parametrize("release", [False, True])
+def test_a_stop_rule_is_heard_while_a_pause_is_asked_for(backend: str, release: bool) -> None:
+    runs: list[il.Run] = []
+    started = threading.Event()
+
+    class AtFour:
+        def begin(self) -> Any:
+            def judge(report: Any) -> str | None:
+                if report.step == 4:
+                    runs[0].pause(release=release)
+                    return "enough"
+                return None
+
+            return judge
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        started.wait(30)
+        return loss_of(model, batch)
+
+    runs.append(engine(backend, report_every=1).start(task(loss=loss), batches(8), stop_when=[AtFour()]))
+    started.set()
+    outcome = runs[0].wait(60)
+    assert (outcome.status, outcome.steps) == ("stopped", 4)
+    assert "asked to stop: enough" in outcome.notes
+
+
+def test_validation_draws_nothing_from_the_training() -> None:
+    def drawn(metrics: Any) -> list[float]:
+        found: list[float] = []
+
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            found.append(random.random())
+            return loss_of(model, batch)
+
+        random.seed(3)
+        checked = {"validate": batches(1), "validate_every": 2} if metrics else {}
+        given = task(loss=loss, metrics=metrics, validates_loss=False)
+        finished(engine("cpu").fit(given, batches(6), **checked))
+        return found
+
+    assert drawn(lambda model, batch: {"x": random.random()}) == drawn(None)
+
+
+def test_a_handle_that_is_dropped_unused_leaves_no_thread_and_no_file(tmp_path: Path) -> None:
+    before = threading.active_count()
+    journal = tmp_path / "run.jsonl"
+    il.Engine("cpu", journal=journal, observers=[lambda event: None]).open(task())
+    assert threading.active_count() == before
+    assert not journal.exists()
+
+
+@both
+def test_by_handles_epochs_end_as_in_fit(backend: str) -> None:
+    def thaw(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model.body.requires_grad_(True)
+        optimizer.add_param_group({"params": list(model.body.parameters())})
+
+    def build() -> Net:
+        model = net()
+        model.body.requires_grad_(False)
+        return model
+
+    given = task(
+        model=build,
+        optimizer=lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        scheduler_every="epoch",
+        adopt={1: thaw},
+    )
+    fitted = engine(backend).fit(given, batches(3), epochs=2)
+    with engine(backend).open(given) as created:
+        training = created.place().optimize().train()
+        for batch in batches(3):
+            training.step(batch)
+        training.next_epoch()
+        for batch in batches(3):
+            training.step(batch)
+        training.next_epoch()
+        outcome = training.finish()
+    assert fitted.model is not None
+    assert outcome.model is not None
+    pairs = zip(fitted.model.parameters(), outcome.model.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@both
+def test_a_window_by_handles_is_a_list_of_batches(backend: str) -> None:
+    refused = pytest.raises(il.errors.DataError, match="takes a list of batches, and was given a tuple")
+    with refused, engine(backend).open(task(options=[il.Accumulate(2)])) as created:
+        created.place().optimize().train().step(batches(1)[0])
+
+
+def test_what_is_never_adopted_is_said() -> None:
+    outcome = engine("cpu").fit(task(adopt={5: lambda model, optimizer: None}), batches(), epochs=2)
+    assert any("nothing is adopted before epoch [5]" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize("wrong", [{"call": "plce"}, {"call": "place", "moment": "half"}])
+def test_a_fault_that_would_never_strike_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="would never strike"):
+        Fault(**wrong)
+
+
+def test_the_time_limit_leaves_no_thread_when_its_start_is_cut_short() -> None:
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_name == "begin" and "interlock" in frame.f_code.co_filename and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before, own = threading.active_count(), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            il.Engine("cpu").fit(task(optimizer=sgd), batches(), max_time=60)
+    finally:
+        sys.settrace(own)
+    assert threading.active_count() == before
