@@ -45,9 +45,13 @@ check: install ## format, lint, import directions, types
 unit: install ## the tests, on the installed wheel; documents and their examples included
 	$(BIN)/pytest $(ARGS)
 
-nightly: install ## the long tier; its figures go to docs/evidence/nightly.md
-	INTERLOCK_PROFILE=nightly $(BIN)/pytest -m "nightly or not nightly" -o timeout=1800 \
-	    --evidence docs/evidence/nightly.md $(ARGS)
+# Two parts of about the same length: on two machines, or two clones, they may run side by side.
+LONG  := INTERLOCK_PROFILE=nightly $(BIN)/pytest -m "nightly or not nightly" -o timeout=1800
+FIRST := tests/test_interrupts.py tests/test_mutants.py tests/test_spin.py tests/test_teardown.py
+
+nightly: install ## the long tier; its figures go to docs/evidence/nightly-1.md and nightly-2.md
+	$(LONG) --evidence docs/evidence/nightly-1.md $(FIRST) $(ARGS)
+	$(LONG) --evidence docs/evidence/nightly-2.md $(addprefix --ignore=,$(FIRST)) $(ARGS)
 
 test-cuda: install ## what needs an NVIDIA GPU, under ten minutes; without one it says so and runs nothing
 	$(BIN)/python tests/tools/cuda_check.py $(ARGS)

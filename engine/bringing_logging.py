@@ -16,6 +16,7 @@ import torch
 
 from .errors import TaskError
 from .evaluation import Means
+from .hand import OverEpoch
 
 
 class Gathered:
@@ -77,7 +78,15 @@ class Log:
         self._gathered = gathered
         self._values: dict[str, Any] = {}
 
-    def add(self, name: str, value: Any, reduce_fx: Any = "mean", batch_size: int | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        value: Any,
+        reduce_fx: Any = "mean",
+        batch_size: int | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+    ) -> None:
         """Take a value.
 
         Raises:
@@ -99,7 +108,12 @@ class Log:
                 f"'{name}' was logged twice in one step, and in reports a name stands once"
                 + ("" if self.training else "; 'x' and 'val_x' are one name in validation")
             )
-        self._values[key] = self._accepted(name, key, value, batch_size)
+        taken = self._accepted(name, key, value, batch_size)
+        if self.training and on_epoch:
+            # As Lightning names them: `name` alone, or `name_epoch` if it is logged at steps too.
+            self._values[f"{key} over the epoch"] = OverEpoch(f"{key}_epoch" if on_step else key, taken)
+        if not self.training or on_step or not on_epoch:
+            self._values[key] = taken
 
     def _accepted(self, name: str, key: str, value: Any, batch_size: int | None) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -180,8 +194,10 @@ def log(
         value: A number or a scalar tensor, which is detached; in validation also a metric object.
         prog_bar: Reports have every value, and whoever shows them chooses.
         logger: As `prog_bar`.
-        on_step: As `prog_bar`: how often there is a report is the engine's `report_every`.
-        on_epoch: As `on_step`; the last report of an epoch stands at its end.
+        on_step: In training, the mean since the last report; how often there is one is the engine's
+            `report_every`. That is the default.
+        on_epoch: In training, the mean over the epoch, reported at its end: under this name, or as
+            `name_epoch` if it is logged at steps as well.
         reduce_fx: "mean".
         enable_graph: Nothing that is logged keeps its graph.
         sync_dist: There is one process.
@@ -194,7 +210,7 @@ def log(
     Raises:
         TaskError: The value is no number, or the name is taken.
     """
-    self._interlock.call("log").log.add(name, value, reduce_fx, batch_size)
+    self._interlock.call("log").log.add(name, value, reduce_fx, batch_size, on_step, on_epoch)
 
 
 def log_dict(self: Any, dictionary: Mapping[str, Any], **options: Any) -> None:

@@ -168,10 +168,15 @@ def check_optimizers(
     if foreign:
         raise _of_foreign(model, held, foreign, originals, known or {}, when)
     if missing:
+        how = (
+            "Add it to a group, or set requires_grad=False, before the optimizer is built, on what should "
+            "not train"
+            if known is None
+            else "What begins to train in mid-run is declared, and added to a group: "
+            "`Task(adopt={epoch: function})` with `optimizer.add_param_group({'params': [...]})` in it"
+        )
         raise MissingParameter(
-            f"{when}: no optimizer holds {some(missing)}, so it would never train. Add it to a group, or set "
-            "requires_grad=False, before the optimizer is built, on what should not train",
-            missing,
+            f"{when}: no optimizer holds {some(missing)}, so it would never train. {how}", missing
         )
     if known is None:
         _warn_of_frozen([mine[key] for key, (p, _) in held.items() if not p.requires_grad])

@@ -21,6 +21,7 @@ update, `else: step.skip()`, and `scaler.update()` at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -40,6 +41,19 @@ if TYPE_CHECKING:
 __all__ = ["Hand", "StepFunction", "Stepper", "Turn"]
 
 StepFunction = Callable[["Stepper", Any], Any]
+
+
+@dataclass(frozen=True)
+class OverEpoch:
+    """A value of a hand-written step that is averaged over the whole epoch, and reported at its end.
+
+    Attributes:
+        name: In the report.
+        value: A number or a scalar tensor.
+    """
+
+    name: str
+    value: Any
 
 
 @final
@@ -194,6 +208,7 @@ class Hand:
         self._move: Callable[[Any], Any] | None = move
         self._handle: Stepper | None = Stepper(self)
         self._values: dict[str, list[Any]] = {}
+        self._epochs: dict[str, list[Any]] = {}
 
     def model(self) -> nn.Module:
         """The placed model."""
@@ -223,8 +238,10 @@ class Hand:
                 f"returned {what}"
             )
         for name, value in values.items():
-            kept = value.detach() if isinstance(value, torch.Tensor) else value
-            self._values.setdefault(name, []).append(kept)
+            if isinstance(value, OverEpoch):
+                self._epochs.setdefault(value.name, []).append(_detached(value.value))
+            else:
+                self._values.setdefault(name, []).append(_detached(value))
         return loss.detach()
 
     @property
@@ -234,13 +251,28 @@ class Hand:
 
     def read(self) -> None:
         """What the function returned beside the loss, as numbers: nothing of it stands on the device then."""
-        for name, found in self._values.items():
+        for name, found in (*self._values.items(), *self._epochs.items()):
             found[:] = [_number(name, value) for value in found]
 
     def metrics(self) -> dict[str, float]:
         """The means of what the function returned beside the loss, since the last report."""
         values, self._values = self._values, {}
-        return {name: sum(_number(name, one) for one in all_) / len(all_) for name, all_ in values.items()}
+        return _means(values)
+
+    def remarks(self) -> list[str]:
+        """What is worth saying at the end of training about what was not used."""
+        idle = [name for name, turn in self.turns.items() if not turn.updates]
+        waiting = [name for name, turn in self.turns.items() if turn.updates and not turn.at_rest]
+        found = [f"optimizer '{name}' made no update: the step never called its `update`" for name in idle]
+        found += [
+            f"gradients of optimizer '{name}' were left without their update at the end" for name in waiting
+        ]
+        return found
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """The means over the epoch of what is to be averaged over it."""
+        values, self._epochs = self._epochs, {}
+        return _means(values)
 
     def let_go(self) -> None:
         """Hold nothing any more."""
@@ -249,7 +281,15 @@ class Hand:
         self.turns = {}
         self.schedulers = {}
         self._function = self._model = self._move = self.before_update = self._handle = None
-        self._values = {}
+        self._values, self._epochs = {}, {}
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _means(values: Mapping[str, list[Any]]) -> dict[str, float]:
+    return {name: sum(_number(name, one) for one in found) / len(found) for name, found in values.items()}
 
 
 def _number(name: str, value: Any) -> float:

@@ -235,6 +235,11 @@ def loss_of_output(model: nn.Module, batch: Any) -> Any:
     Raises:
         TaskError: It returns neither.
     """
+    if isinstance(batch, (list, tuple)):
+        raise TaskError(
+            "there is no loss function, and nobody knows what of a batch the model takes: pass `loss=`, such "
+            "as `loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])`"
+        )
     output = model(**batch) if isinstance(batch, Mapping) else model(batch)
     if hasattr(output, "loss"):
         return output.loss

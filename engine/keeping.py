@@ -60,6 +60,8 @@ class Keeper:
         self._say: Say = say
         self._tell: Say = tell
         self._last = 0
+        self._since = 0
+        """Only checkpoints with a higher number are this run's to remove."""
 
     @property
     def rescues(self) -> bool:
@@ -74,6 +76,10 @@ class Keeper:
         """
         if self._store is not None:
             self._store.claim()
+            earlier = self._store.all()
+            if earlier and (self.resume is None or self.resume.path.parent != self._store.folder):
+                self._since = earlier[-1].number
+                self._say(f"{len(earlier)} checkpoint(s) of earlier runs stay in '{self._store.folder}'")
             for damaged in self._store.damaged():
                 self._say(str(damaged))
 
@@ -121,7 +127,7 @@ class Keeper:
         saved = store.write(state, {**about, **describe(state)})
         self._last = position.step
         self.saved = saved.path
-        store.prune(best=settings.best, lower_is_better=settings.lower)
+        store.prune(best=settings.best, lower_is_better=settings.lower, since=self._since)
         self._tell(f"saved {saved.path.name}")
 
     def restore(self, parts: Kept, position: Position, adapter: Adapter) -> None:
@@ -137,7 +143,9 @@ class Keeper:
         extra = {**parts.extra, **_device_random(adapter)}
         restore(state, parts.model, parts.optimizers, parts.schedulers, extra=extra)
         position.step, position.epoch = saved.step, saved.epoch
-        self._say(f"resumed from {saved.path.name}: step {saved.step}, epoch {saved.epoch + 1}")
+        self._say(
+            f"resumed from {saved.path.name}: after step {saved.step} and {saved.epoch} complete epoch(s)"
+        )
         newer = [one.path.name for one in Store(saved.path.parent).all() if one.number > saved.number]
         if newer:
             self._say(f"left aside, saved later and in the middle of an epoch: {', '.join(newer)}")
@@ -197,21 +205,40 @@ def chosen(resume: bool | str | Path | None, settings: Checkpoints | None) -> Sa
                 "resume=True looks in the folder of the run's checkpoints, and there is none: pass "
                 "`checkpoints=Checkpoints(folder)`, or the directory of a checkpoint as `resume`"
             )
-        return max(_between_epochs(settings.folder), key=lambda one: one.number, default=None)
+        between = _between_epochs(settings.folder)
+        others = [one.path.name for one in _all(settings.folder) if one.boundary != "epoch"]
+        if others and not between:
+            raise CheckpointError(
+                f"all checkpoints in '{settings.folder}' ({', '.join(others)}) were saved in the middle of "
+                "an epoch, and where in its data that was is not kept: no run can go on from there. Save "
+                "after epochs too (`every_epochs=1`); to begin anew, leave `resume` out"
+            )
+        return max(between, key=lambda one: one.number, default=None)
+    if not Path(resume).is_dir():
+        raise CheckpointError(f"there is no checkpoint '{resume}': name the directory of one")
+    inside = [one.path.name for one in _all(resume)]
+    if inside:
+        raise CheckpointError(
+            f"'{resume}' is a folder of checkpoints: name one of them ({', '.join(inside)}), or pass "
+            f"`checkpoints=Checkpoints({str(resume)!r})` and `resume=True` for the newest"
+        )
     saved = look(Path(resume))
     if saved.boundary != "epoch":
-        there = [one.path.name for one in _between_epochs(saved.path.parent)]
+        names = [one.path.name for one in _between_epochs(saved.path.parent)]
         raise CheckpointError(
             f"{saved.path.name} was saved in the middle of epoch {saved.epoch + 1}, and where in its data "
             "that was is not kept: going on from there would repeat or leave out batches. Resume from one "
-            f"that was saved between two epochs; here these are {there or 'none'}"
+            f"that was saved between two epochs; here these are {names or 'none'}"
         )
     return saved
 
 
+def _all(folder: str | Path) -> tuple[Saved, ...]:
+    return Store(folder).all() if Path(folder).is_dir() else ()
+
+
 def _between_epochs(folder: str | Path) -> list[Saved]:
-    found = Store(folder).all() if Path(folder).is_dir() else ()
-    return [saved for saved in found if saved.boundary == "epoch"]
+    return [saved for saved in _all(folder) if saved.boundary == "epoch"]
 
 
 def generators_of(plan: Plan) -> dict[str, torch.Generator]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from interlock.specs.protocol import step_protocol
 
@@ -148,7 +149,12 @@ class Phases(Holding):
         if change is None:
             raise TaskError("there is nothing to adopt: no function says what is to change")
         self._known = self._agreed = None  # what is found from here on was declared
-        change(model, self.named if len(self.named) > 1 else self.optimizers[0])
+        made = change(model, self.named if len(self.named) > 1 else self.optimizers[0])
+        if isinstance(made, Optimizer):
+            raise TaskError(
+                "the adopt function returned an optimizer, which nobody would use: change the one that it is "
+                "given, by `optimizer.add_param_group({'params': [...]})`"
+            )
         for optimizer in self.optimizers:
             settle(optimizer)
         for scheduler in self.schedulers.values():

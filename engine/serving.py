@@ -57,6 +57,8 @@ def output_of(model: nn.Module, batch: Any) -> Any:
     """
     if isinstance(batch, Mapping):
         return model(**batch)
+    if isinstance(batch, (list, tuple)) and len(batch) == 1:
+        return model(batch[0])  # of a data set that has inputs only
     if isinstance(batch, (list, tuple)):
         raise TaskError(
             f"a batch is a {type(batch).__name__} of {len(batch)}, and nobody knows which of them the model "

@@ -82,6 +82,9 @@ class Session(Ending):
         Args:
             batches: To validate on, or `None`.
         """
+        means = self.stepping.epoch_metrics()
+        if means:
+            self._publish_report(means)
         if batches is not None:
             self.validate(batches)
         self.work.end_of_epoch(self._metrics)
@@ -271,6 +274,8 @@ class Session(Ending):
             self._report_losses()
         if "model" in self.driver.slot.held:
             self.work.check("before the end")
+        for remark in self.stepping.remarks():
+            self.say(remark)
         self.driver.fire(event)
 
     def _report_losses(self) -> None:

@@ -93,6 +93,14 @@ class Stepping:
                 found.update(running.metrics())
         return found
 
+    def remarks(self) -> list[str]:
+        """What is worth saying at the end of training."""
+        return self._hand.remarks() if self._hand is not None else []
+
+    def epoch_metrics(self) -> dict[str, float]:
+        """What a hand-written step adds to the report at the end of an epoch."""
+        return self._hand.epoch_metrics() if self._hand is not None else {}
+
     def state(self) -> dict[str, Stateful]:
         """Name -> what a checkpoint takes along."""
         return {name: part for running in self._running for name, part in running.state.items()}

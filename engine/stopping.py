@@ -159,7 +159,10 @@ class _Patience:
         if self._misses < rule.patience:
             return None
         than = f"{self._best:g}" if math.isfinite(self._best) else "any number yet"
-        return f"'{rule.metric}' was not better than {than} {self._misses} time(s) in a row, now {value:g}"
+        by = f" by {rule.min_delta:g}" if rule.min_delta else ""
+        return (
+            f"'{rule.metric}' was not better than {than}{by} {self._misses} time(s) in a row, now {value:g}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """What decides its future."""

@@ -197,12 +197,15 @@ class Store:
             raise
         return look(final)
 
-    def prune(self, *, best: str | None = None, lower_is_better: bool = True) -> tuple[Saved, ...]:
+    def prune(
+        self, *, best: str | None = None, lower_is_better: bool = True, since: int = 0
+    ) -> tuple[Saved, ...]:
         """Remove all but the last `keep` ones and the best one.
 
         Args:
             best: The metric that says which that is; `None` for none.
             lower_is_better: Of that metric.
+            since: Those up to this number stay in any case: they are another run's.
 
         Returns:
             What was removed.
@@ -212,7 +215,8 @@ class Store:
         """
         self.claim()
         spared = self.best(best, lower_is_better=lower_is_better) if best else None
-        old = [saved for saved in self.all()[: -self.keep] if spared is None or saved.path != spared.path]
+        mine = [saved for saved in self.all() if saved.number > since]
+        old = [saved for saved in mine[: -self.keep] if spared is None or saved.path != spared.path]
         for saved in old:
             self._remove(saved.path)
         return tuple(old)

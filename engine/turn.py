@@ -73,6 +73,9 @@ class Turn:
     def backward(self, loss: torch.Tensor, *, scaler: GradScaler | None = None, **options: Any) -> None:
         """Compute the gradients of a loss, and add them to those of this window.
 
+        With several optimizers, only this one's parameters get any: what another one's turn computes, as that
+        of a generator through its discriminator, does not mix in.
+
         Args:
             loss: A scalar tensor with a graph.
             scaler: Scales the loss first, so that small gradients do not vanish in half precision.
@@ -82,9 +85,11 @@ class Turn:
             LossError: It is something else.
             IllegalTransition: The last update's gradients have not been dropped (`zero`).
         """
-        self._present("backward")
+        optimizer, hand = self._present("backward")
         facts.check_loss(loss)
         self._fire("backward", *(_PLAIN if scaler is None else _SCALED))
+        if len(hand.turns) > 1:
+            options.setdefault("inputs", _trained(optimizer))
         (loss if scaler is None else scaler.scale(loss)).backward(**options)
 
     def unscale(self, scaler: GradScaler) -> bool:
@@ -215,6 +220,11 @@ class Turn:
         add_note(error, f"interlock: in the hand-written step, on optimizer '{self.name}'")
         return error
 
+    @property
+    def updates(self) -> bool:
+        """Whether it has made an update in this run."""
+        return self._checked
+
     def begin_update(self, optimizer: Optimizer, hand: Hand) -> None:
         """An update begins: from here on a fault leaves parameters half changed."""
         if not self._checked:
@@ -304,3 +314,8 @@ def _leads_on(row: Row, events: tuple[str, ...]) -> bool:
             return False
         row = row[event]
     return True
+
+
+def _trained(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer that get gradients."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

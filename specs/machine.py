@@ -12,6 +12,7 @@ a trigger named like one of its methods is skipped): a `Slot` is fired on throug
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -246,6 +247,26 @@ def lifecycle(spec: Spec) -> Lifecycle:
     return found
 
 
+_NAME = "interlock lifecycle"
+
+
+class _Quiet(logging.Filter):
+    """Drops what `transitions` says of each call in our machines; of anybody else's machine all is heard."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is somebody else's."""
+        args = record.args
+        return not (isinstance(args, tuple) and args and str(args[0]).startswith(_NAME))
+
+
+_quiet = _Quiet()
+
+
+def _quieten() -> None:
+    """A service that logs at level INFO would hear of every transition, dozens of lines for each run."""
+    logging.getLogger("transitions.core").addFilter(_quiet)
+
+
 def machine_for(spec: Spec, model: Any = None, **options: Any) -> Machine:
     """A `transitions.Machine` of a spec.
 
@@ -259,13 +280,14 @@ def machine_for(spec: Spec, model: Any = None, **options: Any) -> Machine:
     """
     from transitions import Machine, State
 
+    _quieten()
     machine = Machine(
         model=model,
         states=[State(p.name, final=p.kind is Kind.TERMINAL) for p in spec.phases],
         initial=spec.initial,
         auto_transitions=False,
         send_event=True,
-        **options,
+        **{"name": _NAME, **options},
     )
     for transition in spec.transitions:
         rule = Rule.of(spec, transition)

@@ -24,7 +24,8 @@ HEAD = """# Public names
 
 What `import interlock as il` offers, each with the first sentence of its documentation: the
 [reference](reference.md) has the rest. Everything else is internal, but for `interlock.specs` (what is
-allowed) and `interlock.backends` (where it runs). Made from the docstrings by `tests/tools/api_page.py`.
+allowed), `interlock.backends` (where it runs) and the modules that the other pages name. Made from the
+docstrings by `tests/tools/api_page.py`.
 """
 
 
