@@ -29,7 +29,6 @@ from .outcome import UNKNOWN, Outcome, Residue, StatusName
 from .plan import Judge, Plan
 from .program import StepProgram
 from .release import ReleaseStack
-from .residency import standing_on
 from .steps.precision import autocast_state, put_back
 from .task import Task
 from .work import Work
@@ -89,7 +88,9 @@ class Ending:
         """What is done first when the session is first driven."""
         self.judges: list[Judge] = []
         """They see each report, and may end the run."""
-        self.errors = Errors(options.keep_frames, standing_on(adapter))
+        self.verdict = ""
+        """Why one of them did."""
+        self.errors = Errors(options.keep_frames)
         self._reports: list[Report] = []
         self._metrics: dict[str, float] = {}
         self.notes: list[str] = []
@@ -176,6 +177,7 @@ class Ending:
         for judge in self.judges:
             why = judge(report)
             if why and self.position.propose("stop"):
+                self.verdict = why
                 self.say(f"asked to stop: {why}")
 
     # -- faults and the end -----------------------------------------------------------------------

@@ -15,13 +15,11 @@ import gc
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, FunctionType, TracebackType
 from typing import NoReturn, TypeAlias
-
-OnDevice: TypeAlias = Callable[[object], bool]
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def message_of(error: BaseException, hostile: Kinds = BaseException) -> str:
         return f"(its message could not be rendered: {type(second).__name__})"
 
 
-def unpin(error: BaseException, outside: BaseException | None, on_device: OnDevice) -> None:
+def unpin(error: BaseException, outside: BaseException | None) -> None:
     """Clear the frames that an exception keeps alive, along its whole graph.
 
     These are the frames in its tracebacks, and also those that had called them and returned since:
@@ -85,24 +83,23 @@ def unpin(error: BaseException, outside: BaseException | None, on_device: OnDevi
     Frames that are still executing (the engine's own, and its callers') are left alone. The
     traceback still prints the same lines.
 
-    A cleared frame keeps its function, and the function what it closes over: of that, whatever
-    stands on the device is dropped, where nobody but the frame can reach it any more.
+    A cleared frame keeps its function, and the function what it closes over: that is dropped, where
+    nobody but the frame can reach it any more.
 
     Args:
         error: The exception.
         outside: The exception that was being handled when the engine was entered, if any: it is
             the caller's, and is not touched although `error` may have it as context.
-        on_device: Whether a value stands on the device of the run.
     """
     for one in graph(error, outside):
         for frame in _frames(_TRACEBACK.__get__(one)):
             # Executing frames refuse.
             with suppress(RuntimeError):
                 frame.clear()
-                _empty_cells(frame, on_device)
+                _empty_cells(frame)
 
 
-def _empty_cells(frame: FrameType, on_device: OnDevice) -> None:
+def _empty_cells(frame: FrameType) -> None:
     """Drop what only this frame's function closes over; what others can still reach is theirs."""
     if not frame.f_code.co_freevars:
         return
@@ -115,10 +112,9 @@ def _empty_cells(frame: FrameType, on_device: OnDevice) -> None:
                 # Held by the closure, this variable and the call; another function may share it.
                 if sys.getrefcount(cell) > _HELD_HERE:
                     continue
-                # An empty cell has no contents; and those of others may be anything.
-                with suppress(Exception):
-                    if on_device(cell.cell_contents):
-                        del cell.cell_contents
+                # Nobody can call the function again, so nobody can miss what it closes over.
+                with suppress(ValueError):  # empty already
+                    del cell.cell_contents
 
 
 _HELD_HERE = 3
@@ -181,12 +177,10 @@ class Errors:
 
     Args:
         keep_frames: Leave their frames alone.
-        on_device: As for `unpin`.
     """
 
-    def __init__(self, keep_frames: bool, on_device: OnDevice) -> None:
+    def __init__(self, keep_frames: bool) -> None:
         self._keep_frames = keep_frames
-        self._on_device = on_device
         self._noted: list[tuple[BaseException, str, int]] = []
         self._rendered: list[Failure] = []
         self._interrupted = False
@@ -217,7 +211,7 @@ class Errors:
         """Let go of what the errors keep alive; frames that were executing then may have ended since."""
         if not self._keep_frames:
             for noted, _, _ in self._noted:
-                unpin(noted, self._outside, self._on_device)
+                unpin(noted, self._outside)
 
     def failures(self) -> tuple[Failure, ...]:
         """All errors as text, in order, each rendered once; the later ones are noted on the first.

@@ -53,6 +53,8 @@ class Keeper:
         self.resume = resume
         self.boundary: Boundary = "step"
         self.metrics: Mapping[str, float] = {}
+        self.verdict = ""
+        """Why a stop rule ended the run, if one did."""
         self.saved: Path | None = None
         self._settings = settings
         self._store = Store(settings.folder, settings.keep) if settings is not None else None
@@ -123,6 +125,7 @@ class Keeper:
             "epoch": position.epoch + between,
             "boundary": self.boundary,
             "metrics": dict(self.metrics),
+            "stopped": self.verdict,
         }
         saved = store.write(state, {**about, **describe(state)})
         self._last = position.step

@@ -156,6 +156,20 @@ class _Registry:
         lease.complete = True
         return True
 
+    def refuse_waiting_for_itself(self, lease: _Lease) -> None:
+        """A run that was begun in a hook of another one cannot wait for that one.
+
+        Raises:
+            RunInUse: What is in its way is held on this very thread.
+        """
+        obstacle = self._obstacle(lease)
+        if obstacle is not None and obstacle[1].thread == lease.thread and obstacle[1] in self.held:
+            setting, other = obstacle
+            raise RunInUse(
+                f"run '{lease.name}' would wait for itself: run '{other.name}', in one of whose hooks it was "
+                f"begun, holds the process's {setting}. Ask for the same value, or begin it outside of it"
+            )
+
     def _obstacle(self, lease: _Lease) -> tuple[str, _Lease] | None:
         """The first setting that cannot be had, and the lease, held or waiting for longer, that is why."""
         place = self.queue.index(lease) if lease in self.queue else len(self.queue)
@@ -328,6 +342,8 @@ def _take(lease: _Lease, when_taken: WhenTaken, check: Callable[[], None]) -> No
                 if registry.grant(lease, when_taken):
                     return
             check()
+            with registry.lock:
+                registry.refuse_waiting_for_itself(lease)
             time.sleep(PATIENCE)
     except BaseException as error:
         try:

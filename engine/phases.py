@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,7 +13,7 @@ from torch.optim import Optimizer
 
 from interlock.specs.protocol import step_protocol
 
-from . import facts, leases, wiring
+from . import compiler, facts, leases, wiring
 from .batches import convert, size
 from .deadline import bounded
 from .errors import TaskError
@@ -44,7 +41,7 @@ class Phases(Holding):
 
     def _acquire(self) -> None:
         check_cancel(self._position)
-        _load_compiler()
+        compiler.load()
         settings, options = self._settings(), self._options
         if settings.wanted():
             check = partial(check_cancel, self._position)
@@ -335,15 +332,3 @@ class Phases(Holding):
         design += ["a failed run's frames are kept"] if options.keep_frames else []
         found = with_owners(left, self._adapter) if total > kept else ()
         self.residue = Residue(True, total - kept, found, "; ".join(design))
-
-
-def _load_compiler() -> None:
-    """Load torch's compiler now, which the first optimizer of a process would load otherwise.
-
-    Something in that import keeps the frames it was called from, with their locals, until the garbage
-    collector runs: the first run's model would outlive the run. A thread has no callers.
-    """
-    if "torch._dynamo" not in sys.modules:
-        loader = threading.Thread(target=import_module, args=("torch._dynamo",), name="interlock import")
-        loader.start()
-        loader.join()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,11 +156,6 @@ def unclaim(run: object) -> None:
             _claims.pop(key, None)
         for key in [key for key, (_, owner) in _claimed.items() if owner is run]:
             del _claimed[key]
-
-
-def standing_on(adapter: Adapter) -> Callable[[object], bool]:
-    """Whether there is a tensor in a value that stands on the device of an adapter."""
-    return lambda value: any(adapter.resident(tensor) for tensor in held(value))
 
 
 class Registry:

@@ -71,6 +71,8 @@ class Fit:
         for epoch in range(position.epoch, plan.epochs):
             if plan.max_steps is not None and position.step >= plan.max_steps:
                 return True  # resumed there: one more would be one too many
+            if position.request and not session.attend():
+                return position.request != "stop"
             position.epoch = epoch
             session.begin_epoch()
             stepping = session.stepping

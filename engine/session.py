@@ -117,6 +117,10 @@ class Session(Ending):
             keeper.begin(step)
             if keeper.resume is not None:  # a scheduler may follow one that is not reported in each epoch
                 self._metrics.update(keeper.resume.metrics)
+                why = keeper.resume.about.get("stopped", "")
+                if why and self.judges and self.position.propose("stop"):
+                    self.verdict = why  # the same command again trains nothing more
+                    self.say(f"was stopped before, and stays so: {why}")
 
     def save_when_due(self, step: int) -> int:
         """Save a checkpoint if one is due after this step; the step at which the next one is."""
@@ -143,6 +147,7 @@ class Session(Ending):
                 )
             self.work.keeper.boundary = boundary
             self.work.keeper.metrics = dict(self._metrics)
+            self.work.keeper.verdict = self.verdict
             self.driver.reach("checkpoint")
             self.work.keeper.boundary = "step"
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from . import compiler
 from .evidence import add_note
 
 T = TypeVar("T")
@@ -178,9 +179,7 @@ class _Determinism(Switch):
 
 
 def _compiler() -> Any:
-    from torch._inductor import config
-
-    return config
+    return compiler.load(compiler.SETTINGS)
 
 
 class Seeds(Switch):

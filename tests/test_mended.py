@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tools.runs import environment
 from tools.small import Net, batches, engine, finished, loss_of, net, sgd, task
 from torch import nn
 
@@ -153,3 +156,118 @@ def test_the_time_limit_leaves_no_thread_when_its_start_is_cut_short() -> None:
     finally:
         sys.settrace(own)
     assert threading.active_count() == before
+
+
+def test_runs_that_start_together_in_a_fresh_process_load_the_compiler_once() -> None:
+    program = """
+import torch, interlock as il
+from torch import nn
+task = il.Task(
+    model=lambda: nn.Linear(4, 1),
+    optimizer=lambda m: torch.optim.Adam(m.parameters()),
+    loss=lambda m, b: m(b).square().mean(),
+)
+batches = [torch.ones(8, 4)] * 3
+runs = [il.Engine("cpu", deterministic=bool(i % 2) or None).start(task, batches) for i in range(4)]
+print([run.wait(100).status for run in runs], il.Engine("cpu").fit(task, batches).status)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=environment(),
+    )
+    assert done.stdout.strip() == f"{['finished'] * 4} finished", done.stderr
+
+
+def test_a_seeded_run_in_a_hook_of_a_seeded_run_does_not_wait_for_itself() -> None:
+    def metrics(model: nn.Module, batch: Any) -> dict[str, float]:
+        il.Engine("cpu", seed=9).fit(task(), batches(1))
+        return {}
+
+    with pytest.raises(il.errors.RunInUse, match="would wait for itself"):
+        il.Engine("cpu", seed=1).fit(task(metrics=metrics), batches(1), validate=batches(1))
+
+
+def test_what_an_inner_function_closes_over_goes_with_the_error() -> None:
+    class Context:
+        pass
+
+    calls = [0]
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        kept = Context()
+        kept.loss = loss_of(model, batch)  # type: ignore[attr-defined]
+
+        def inner() -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == 3:
+                raise ValueError("boom")
+            return kept.loss  # type: ignore[attr-defined, no-any-return]
+
+        return inner()
+
+    outcome = engine("double").start(task(loss=loss), batches()).wait(60)
+    assert isinstance(outcome.error, ValueError)
+    assert outcome.residue.bytes == 0
+
+
+def test_a_model_with_a_hook_is_freed_with_the_error_kept() -> None:
+    seen: list[Any] = []
+    calls = [0]
+
+    class Failing(Net):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] == 3:
+                raise ValueError("boom")
+            return super().forward(inputs)
+
+    def build() -> nn.Module:
+        model = Failing()
+        model.register_forward_hook(lambda module, given, made: None)
+        seen.append(weakref.ref(model))
+        return model
+
+    outcome = engine("cpu", exit="discard").start(task(model=build), batches()).wait(60)
+    error = outcome.error
+    del outcome
+    assert isinstance(error, ValueError)
+    assert seen[0]() is None
+
+
+def test_a_run_that_a_rule_ended_stays_ended(tmp_path: Path) -> None:
+    def again() -> il.Outcome:
+        return engine("cpu", seed=3).fit(
+            task(),
+            batches(),
+            validate=batches(1),
+            epochs=9,
+            stop_when=[il.StopAt("val_loss", 1e9)],
+            checkpoints=il.Checkpoints(tmp_path),
+            resume=True,
+        )
+
+    first, second = again(), again()
+    assert (first.status, second.status) == ("stopped", "stopped")
+    assert first.steps == second.steps
+
+
+def test_of_several_optimizers_each_gets_its_own_gradients_only() -> None:
+    def step(step: il.Stepper, batch: Any) -> torch.Tensor:
+        body, head = step["body"], step["head"]
+        body.zero()
+        head.zero()
+        loss = loss_of(step.model, batch)
+        body.backward(loss)
+        assert all(p.grad is None for p in step.model.head.parameters())  # type: ignore[union-attr]
+        body.update()
+        return loss
+
+    def both_of(model: Any) -> dict[str, torch.optim.Optimizer]:
+        return {"body": sgd(model.body), "head": sgd(model.head)}
+
+    outcome = engine("cpu").fit(task(step=step, optimizer=both_of), batches())
+    assert any("optimizer 'head' made no update" in note for note in outcome.notes)
