@@ -23,7 +23,7 @@ SOURCES := $(sort $(shell find engine backends specs -type f -not -path '*/__pyc
 MADE    := $(VENV)/stamps# a removed .venv takes them along
 WHEEL   := dist/.built
 
-.PHONY: help demo test check unit nightly test-cuda bench bench-peers constraints clean install install-demo FORCE
+.PHONY: help demo test check unit nightly test-cuda bench bench-peers test-peers constraints clean install install-demo FORCE
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -63,6 +63,12 @@ PEERS := .venv-peers
 
 bench-peers: $(PEERS)/.made ## the benchmarks beside Lightning, Fabric, Accelerate, Ignite and transformers, in an environment of their own
 	$(PEERS)/bin/python benchmarks/run_peers.py $(ARGS)
+
+# The package is the wheel there too; pytest alone is added, from this project's own pins.
+test-peers: $(PEERS)/.made ## the tests that need Lightning, transformers and torchmetrics themselves
+	$(PEERS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
+	    --constraint constraints.txt pytest pytest-timeout hypothesis
+	$(PEERS)/bin/pytest tests/test_bring.py tests/test_evaluation.py $(ARGS)
 
 $(PEERS)/.made: benchmarks/peers/constraints.txt $(WHEEL)
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)

@@ -56,6 +56,9 @@ def installed(name: str) -> Any:
 
 lightning = installed("lightning.pytorch")
 transformers = installed("transformers")
+installed(
+    "accelerate.scheduler"
+)  # which transformers loads at its first model, and which adds a filter of warnings
 needs_lightning = pytest.mark.skipif(lightning is None, reason="lightning is not installed")
 needs_transformers = pytest.mark.skipif(transformers is None, reason="transformers is not installed")
 BASES = [

@@ -20,6 +20,7 @@ from tools.small import (
     engine,
     finished,
     loss_of,
+    net,
     same,
     seeded,
     task,
@@ -334,3 +335,21 @@ def test_the_exit_policy_holds_for_inference_too():
     assert not any(adapter.resident(p) for p in model.parameters())
     assert torch.equal(again[0], made().eval()(batches()[0][0]).detach())
     assert math.isfinite(float(again[0].sum()))
+
+
+@on_each_backend
+def test_a_metric_of_torchmetrics_itself(backend: str):
+    """In `make test-peers`, whose environment has it."""
+    torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+    accuracy = torchmetrics.MeanMetric()
+
+    def metrics(model: Any, batch: Any) -> Any:
+        accuracy.update((model(batch[0]).argmax(1) == batch[1]).float().cpu())
+        return {"accuracy": accuracy}
+
+    found = [engine(backend).evaluate(task(metrics=metrics), batches(3)) for _ in range(2)]
+    model, right = net(), 0
+    for inputs, targets in batches(3):
+        right += int((model(inputs).argmax(1) == targets).sum())
+    share = right / sum(len(inputs) for inputs, _ in batches(3))
+    assert [one["accuracy"] for one in found] == pytest.approx([share, share])
