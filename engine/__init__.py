@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .steps.precision import Precision
     from .stopping import EarlyStopping, StopAt
     from .task import Data, Task
+    from .weights import weights_of
 
 __version__ = "0.1.0"
 
@@ -72,6 +73,7 @@ _LAZY = {
     "bring": "interlock.bringing",
     "describe": "interlock.anatomy",
     "errors": "interlock.errors",
+    "weights_of": "interlock.weights",
 }
 """Public name -> the module that has it; `errors` is one itself."""
 
@@ -112,6 +114,7 @@ __all__ = [
     "bring",
     "describe",
     "errors",
+    "weights_of",
 ]
 
 

@@ -53,7 +53,8 @@ examples:
   interlock fit train.py:task --journal run.jsonl --drawing run.svg --json > result.json
 """
 _CHECK = """
-Without --backend and --spec, both lifecycles are proved for every backend. A refuted property comes
+Without --backend and --spec, both lifecycles are proved for every backend (mps has
+those of cuda). A refuted property comes
 with a shortest trace that breaks it. With --journal, a run's journal is replayed instead on the
 spec that its header names, which is proved, too.
 

@@ -271,3 +271,29 @@ def test_of_several_optimizers_each_gets_its_own_gradients_only() -> None:
 
     outcome = engine("cpu").fit(task(step=step, optimizer=both_of), batches())
     assert any("optimizer 'head' made no update" in note for note in outcome.notes)
+
+
+def test_the_weights_of_a_checkpoint_load_into_a_model(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two.weight = self.one.weight
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.two(self.norm(self.one(inputs)))
+            return found
+
+    outcome = engine("double").fit(
+        task(model=Tied, optimizer=sgd), batches(), checkpoints=il.Checkpoints(tmp_path)
+    )
+    assert outcome.checkpoint is not None
+    assert outcome.model is not None
+    for place in (outcome.checkpoint, tmp_path):
+        model = Tied()
+        model.load_state_dict(il.weights_of(place))
+        pairs = zip(model.state_dict().values(), outcome.model.state_dict().values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+    with pytest.raises(il.errors.CheckpointError):
+        il.weights_of(tmp_path / "none")
