@@ -64,6 +64,8 @@ REASONS = {
     "created --interrupt--> interrupted goes to closed": "nothing is held yet",
     "created --peer_fail--> failed goes to closed": "nothing is held yet",
     "placed --warm_up--> placed, a step before there is an optimizer": "inference asks for no optimizer",
+    "stream in settled refuses pause": _AVAILABLE + "a run can still be suspended, and stopped",
+    "lazy in settled refuses pause": _AVAILABLE + "a run can still be suspended, and stopped",
     "stream in idle accepts sync": "a synchronisation too many, where nothing is queued yet",
     "lazy in idle accepts sync": "a synchronisation too many, where nothing is queued yet",
     "ranks in together accepts abort": "`leave` comes first in the table; alone is always safe",
