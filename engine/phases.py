@@ -169,8 +169,8 @@ class Phases(Holding):
             TaskError: The metric that it follows was not reported.
         """
         task = self._todo()
-        if task.scheduler_every != "epoch":
-            return
+        if task.scheduler_every != "epoch" or self._position.step == self.stepping.skipped:
+            return  # a scheduler moves after an update, and there may have been none yet
         for scheduler in self.schedulers.values():
             scheduler.step(*self._followed(task, metrics) if wiring.required(scheduler.step) else ())
 

@@ -93,6 +93,11 @@ class Stepping:
                 found.update(running.metrics())
         return found
 
+    @property
+    def skipped(self) -> int:
+        """How many steps ended without their update, since gradients overflowed."""
+        return sum(getattr(part, "skipped", 0) for part in self.state().values())
+
     def remarks(self) -> list[str]:
         """What is worth saying at the end of training."""
         return self._hand.remarks() if self._hand is not None else []

@@ -297,3 +297,16 @@ def test_the_weights_of_a_checkpoint_load_into_a_model(tmp_path: Path) -> None:
         assert all(torch.equal(one, other) for one, other in pairs)
     with pytest.raises(il.errors.CheckpointError):
         il.weights_of(tmp_path / "none")
+
+
+def test_a_scheduler_of_epochs_waits_for_the_first_real_update() -> None:
+    """Found by the long tier: torch warns where a scheduler moves before its optimizer did."""
+    given = task(
+        options=[il.Precision("fp16", init_scale=1e30)],
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        scheduler_every="epoch",
+    )
+    outcome = engine("cpu").fit(given, batches(2), epochs=2)
+    assert outcome.metrics["skipped_updates"] == 4
+    assert outcome.optimizer is not None
+    assert outcome.optimizer.param_groups[0]["lr"] == 0.1

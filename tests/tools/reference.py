@@ -74,7 +74,7 @@ def train(
 ) -> Trained:
     """Train a model in place."""
     found = Trained()
-    scale, in_a_row, skipped = plan.init_scale, 0, 0
+    scale, in_a_row, skipped, updates = plan.init_scale, 0, 0, 0
     for _ in range(plan.epochs):
         for start in range(0, len(batches), plan.window):
             window = batches[start : start + plan.window]
@@ -110,6 +110,7 @@ def train(
                 if plan.clip is not None and not (plan.fault == "clip" and plan.half == "fp16"):
                     found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip).item())
                 optimizer.step()
+                updates += 1
                 in_a_row += 1
                 if in_a_row == plan.growth_interval:
                     scale, in_a_row = scale * 2, 0
@@ -117,9 +118,9 @@ def train(
                 scheduler.step()
             found.skipped.append(float(skipped))
             found.scales.append(scale)
-        if plan.schedule == "epoch":
+        if plan.schedule == "epoch" and updates:
             scheduler.step()
-        if plan.schedule == "plateau":
+        if plan.schedule == "plateau" and updates:
             scheduler.step(found.losses[-1])
     return found
 
