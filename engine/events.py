@@ -143,6 +143,7 @@ class Subscription:
     _name: str = field(init=False, repr=False)
     _queue: queue.SimpleQueue[Event | None] = field(init=False, repr=False)
     _hurry: threading.Event = field(init=False, repr=False)
+    _ended: threading.Event = field(init=False, repr=False)
     _thread: threading.Thread = field(init=False, repr=False)
     _seen: int = field(default=0, init=False, repr=False)
 
@@ -152,6 +153,7 @@ class Subscription:
             raise TaskError(f"an observer's capacity must be a whole number of at least 1, got {capacity!r}")
         self._queue = queue.SimpleQueue()
         self._hurry = threading.Event()
+        self._ended = threading.Event()
         self._name = _name_of(self.observer)
         self._thread = threading.Thread(
             target=self._run, name=f"interlock observer {self._name}", daemon=True
@@ -182,6 +184,7 @@ class Subscription:
             if isinstance(event, Report):
                 self._rest()
         self._call(self._end)
+        self._ended.set()
 
     def _rest(self) -> None:
         """Let further reports gather: each time a thread wakes up, it costs the run's own some time."""
@@ -222,8 +225,10 @@ class Subscription:
         """
         self._queue.put(_STOP)
         self._hurry.set()
-        self._thread.join(max(seconds, 0.001))
-        return not self._thread.is_alive()
+        # Not by `join` alone: interrupted in there, Python 3.11 takes a running thread for one that has ended.
+        if self._ended.wait(max(seconds, 0.001)):
+            self._thread.join()
+        return self._ended.is_set()
 
     def close(self) -> None:
         """Stop observing; the observer still sees what is queued. It may be called by the observer itself."""

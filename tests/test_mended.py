@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from torch import nn
 
 import interlock as il
 from interlock.backends.faults import Fault
+from interlock.events import Bus
 
 both = pytest.mark.parametrize("backend", ["cpu", "double"])
 
@@ -310,3 +314,26 @@ def test_a_scheduler_of_epochs_waits_for_the_first_real_update() -> None:
     assert outcome.metrics["skipped_updates"] == 4
     assert outcome.optimizer is not None
     assert outcome.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_an_interrupt_while_observers_end_costs_them_no_event() -> None:
+    """Python 3.11 takes a thread for ended if an interrupt lands in its `join`, although it runs."""
+    seen: list[Any] = []
+    bus = Bus()
+
+    def slow(event: Any) -> None:
+        if not seen:
+            time.sleep(1)
+        seen.append(event)
+
+    bus.subscribe(slow)
+    for number in range(5):
+        bus.publish(il.Note(str(number)))
+    shot = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    shot.start()
+    with pytest.raises(KeyboardInterrupt):
+        bus.finish(20)
+    shot.join()
+    bus.finish(20)
+    assert len(seen) == 5
+    assert bus.failed == []
