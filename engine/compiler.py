@@ -9,10 +9,11 @@ run. So it is done under a lock, and on a thread of its own, which has no caller
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
+
+from .deadline import bounded
 
 COMPILER = "torch._dynamo"
 """What the first optimizer of a process would load otherwise."""
@@ -34,23 +35,5 @@ def load(name: str = COMPILER) -> Any:
     with _lock:
         for module in dict.fromkeys((COMPILER, name)):
             if module not in _loaded:
-                _loaded[module] = _on_new_thread(partial(import_module, module))
+                _loaded[module] = bounded(partial(import_module, module), threading.TIMEOUT_MAX, "import")
         return _loaded[name]
-
-
-def _on_new_thread(call: Callable[[], Any]) -> Any:
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="interlock import")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]

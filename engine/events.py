@@ -225,7 +225,7 @@ class Subscription:
         """
         self._queue.put(_STOP)
         self._hurry.set()
-        # Not by `join` alone: interrupted in there, Python 3.11 takes a running thread for one that has ended.
+        # Not by `join` alone: interrupted in it, Python 3.11 takes a thread that runs for one that ended.
         if self._ended.wait(max(seconds, 0.001)):
             self._thread.join()
         return self._ended.is_set()

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import compiler
+from .deadline import bounded
 from .evidence import add_note
 
 T = TypeVar("T")
@@ -124,20 +125,7 @@ class _Threads(Switch):
 
 
 def _on_new_thread(function: Callable[[], T]) -> T:
-    found: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            found.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, name="interlock thread count")
-    thread.start()
-    thread.join()
-    raise_first(errors)
-    return found[0]
+    return bounded(function, threading.TIMEOUT_MAX, "thread count")
 
 
 class _Determinism(Switch):

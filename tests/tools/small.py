@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
@@ -64,9 +65,13 @@ NAMES = ("body.weight", "body.bias", "head.weight", "head.bias")
 
 def seeded(build: Callable[[], T], seed: int = 0) -> T:
     """What `build` makes from a generator that starts at `seed`; the process's own is left as it was."""
-    with torch.random.fork_rng():
+    # Two at a time, in runs of two threads, would put back each other's state.
+    with _seeding, torch.random.fork_rng():
         torch.manual_seed(seed)
         return build()
+
+
+_seeding = threading.RLock()
 
 
 def net(seed: int = 0) -> Net:
