@@ -1,4 +1,4 @@
-"""The adapter-level fault injector: makes one backend call fail - before, half done, or after.
+"""The adapter-level fault injector: makes one backend call fail, before it does its work or after.
 
 `faulty(adapter_class, fault)` returns an adapter of a subclass whose public calls count
 themselves. "Half done" means inside: after the first of the tensors that `place`, or a

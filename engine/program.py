@@ -109,7 +109,7 @@ class StepProgram:
         return step
 
     def bind_traced(self, record: Recorder, **bindings: Any) -> Step:
-        """The same function with instrumented bindings, for tests and rehearsals.
+        """The same function with instrumented bindings, for tests.
 
         Args:
             record: Each event is appended to it as it begins, so that after a fault the last one
