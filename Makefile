@@ -23,7 +23,7 @@ SOURCES := $(sort $(shell find engine backends specs -type f -not -path '*/__pyc
 MADE    := $(VENV)/stamps# a removed .venv takes them along
 WHEEL   := dist/.built
 
-.PHONY: help demo test check unit nightly test-cuda bench bench-peers test-peers constraints clean install install-demo FORCE
+.PHONY: help demo test check unit sim nightly test-cuda bench bench-peers test-peers constraints clean install install-demo FORCE
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -33,7 +33,7 @@ demo: install-demo ## train the digits example, with a journal and a drawing in 
 	$(BIN)/interlock $(DEMO)
 	$(BIN)/interlock check --journal out/digits.jsonl
 
-test: check unit ## everything that must hold for a change to land
+test: check unit sim ## everything that must hold for a change to land
 
 check: install ## format, lint, import directions, types
 	$(BIN)/ruff check .
@@ -45,13 +45,17 @@ check: install ## format, lint, import directions, types
 unit: install ## the tests, on the installed wheel; documents and their examples included
 	$(BIN)/pytest $(ARGS)
 
+# A process of its own: the simulated device is registered for the rest of one.
+sim: install ## the tests on the simulated device
+	$(BIN)/pytest tests/sim $(ARGS)
+
 # Two parts of about the same length: on two machines, or two clones, they may run side by side.
 LONG  := INTERLOCK_PROFILE=nightly $(BIN)/pytest -m "nightly or not nightly" -o timeout=1800
 FIRST := tests/test_interrupts.py tests/test_mutants.py tests/test_spin.py tests/test_teardown.py
 
 nightly: install ## the long tier; its figures go to docs/evidence/nightly-1.md and nightly-2.md
-	$(LONG) --evidence docs/evidence/nightly-1.md $(FIRST) $(ARGS)
-	$(LONG) --evidence docs/evidence/nightly-2.md $(addprefix --ignore=,$(FIRST)) $(ARGS)
+	$(LONG) --evidence=docs/evidence/nightly-1.md $(FIRST) $(ARGS)
+	$(LONG) --evidence=docs/evidence/nightly-2.md $(addprefix --ignore=,$(FIRST)) $(ARGS)
 
 test-cuda: install ## what needs an NVIDIA GPU, under ten minutes; without one it says so and runs nothing
 	$(BIN)/python tests/tools/cuda_check.py $(ARGS)

@@ -30,12 +30,14 @@ class Leftover:
     Attributes:
         nbytes: Its size in bytes.
         origin: The operation that made it, as far as the backend knows.
-        owners: Paths of references that hold it, outermost first (`found()` fills them in).
+        owners: Paths of references that hold it, outermost first (a report fills them in).
+        stack: Where it was made, innermost first, as `file:line in function`; empty where nobody noted it.
     """
 
     nbytes: int
     origin: str
     owners: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

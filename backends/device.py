@@ -242,3 +242,9 @@ def amount(nbytes: int) -> str:
         if size >= 1024:
             size, unit = size / 1024, larger
     return f"{nbytes} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def forget_loss(device: torch.device) -> None:
+    """Let a device be taken again: for a simulated one in whose place a new one was put."""
+    with _lock:
+        _lost.pop(device, None)

@@ -26,6 +26,7 @@ BUILT_IN = {
     "cuda": "interlock.backends.cuda:CudaAdapter",
     "mps": "interlock.backends.mps:MpsAdapter",
     "double": "interlock.backends.double:ReplacingDouble",
+    "sim": "interlock.backends.sim:SimAdapter",
 }
 """Adapters that exist today; the other monitors in `MONITORS` are specified and proved only."""
 
@@ -73,6 +74,6 @@ def monitor(name: str) -> Monitor:
         return MONITORS[name]
     if name == "mps":
         return MPS
-    if name == "double":
+    if name in ("double", "sim"):
         return MONITORS["cuda"]
     raise UnknownName("backend", name, {*MONITORS, *names()})

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .anatomy import describe
     from .bringing import Brought, bring
     from .checkpoint import Checkpoints
+    from .copies import trace_copies
     from .engine import Engine
     from .events import Closed, Note, PhaseChanged, Report, Subscription
     from .evidence import Failure
@@ -73,6 +74,7 @@ _LAZY = {
     "bring": "interlock.bringing",
     "describe": "interlock.anatomy",
     "errors": "interlock.errors",
+    "trace_copies": "interlock.copies",
     "weights_of": "interlock.weights",
 }
 """Public name -> the module that has it; `errors` is one itself."""
@@ -114,6 +116,7 @@ __all__ = [
     "bring",
     "describe",
     "errors",
+    "trace_copies",
     "weights_of",
 ]
 

@@ -34,6 +34,7 @@ examples:
   interlock doctor
   interlock check --all
   interlock explain train.py:task
+  interlock rehearse train.py:task
   interlock fit train.py:task --epochs 3 --journal run.jsonl --drawing run.svg
   interlock check --journal run.jsonl
   interlock graph --trace run.jsonl -o run.svg
@@ -82,6 +83,20 @@ No function of the task is called.
 example:
   interlock explain train.py:task --backend cpu
 """
+_REHEARSE = """
+The task runs on a simulated accelerator, a second PyTorch device in this process, with a few batches of
+its own data: watched, then with each exit policy, evaluated, saved and restored, and at last with a fault
+at one point after the other, each of which has to lead to a clean end and a next run as good as any.
+
+It reports what does not keep to the order, what is left on the device, by whom it is held and where it was
+made, copies between host and device in each step (an .item() in the loop), memory at its peak by owner, and
+parameters that are not trained. Findings marked "look" fail the rehearsal with --strict only.
+
+examples:
+  interlock rehearse train.py:task
+  interlock rehearse train.py:task --full --state out/rehearsal --report out/rehearsal.xml
+  interlock rehearse train.py:task --json > rehearsal.json
+"""
 _DOCTOR = """
 Shows versions, which backends can run here and why others cannot, and whether their monitors are
 proved. Initialises no device.
@@ -91,6 +106,7 @@ _COMMANDS = {
     "check": "checking:run_check",
     "graph": "graphing:run_graph",
     "explain": "explaining:run_explain",
+    "rehearse": "rehearsing:run_rehearse",
     "doctor": "doctor:run_doctor",
 }
 _TASK = "FILE_OR_MODULE:TASK"
@@ -167,6 +183,7 @@ def parser(*, exits: bool = True) -> ArgumentParser:
     explain = command("explain", "show the plan and the step program of a task", _EXPLAIN)
     explain.add_argument("task", metavar=_TASK, help="what to explain")
     explain.add_argument("--backend", default="auto", metavar="B", help="where it would run (default: auto)")
+    _rehearse(command("rehearse", "try a task on a simulated accelerator", _REHEARSE + _STATUS))
     doctor = command("doctor", "show what is installed and what can run here", _DOCTOR)
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return top
@@ -214,6 +231,32 @@ def _fit(this: ArgumentParser) -> None:
     )
     this.add_argument("--no-progress", action="store_true", help="show no progress")
     this.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def _rehearse(this: ArgumentParser) -> None:
+    this.add_argument("task", metavar=_TASK, help="what to rehearse: a Task, or a function that returns one")
+    how = this.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="faults at some points of each kind (default)")
+    how.add_argument("--full", action="store_true", help="faults at every passage, with every exit policy")
+    this.add_argument("--steps", type=_count, default=3, metavar="N", help="steps of the runs (default: 3)")
+    this.add_argument(
+        "--parameters",
+        choices=("replaced", "kept"),
+        default="replaced",
+        help="what placement does to them: replaced, as on XLA (default), or kept, as on CUDA",
+    )
+    this.add_argument("--no-checkpoints", action="store_true", help="do not save and restore")
+    this.add_argument("--seed", type=_whole, default=0, metavar="N", help="of all runs (default: 0)")
+    this.add_argument("--only", metavar="CELL", help="inject one fault only, as a report names it")
+    this.add_argument(
+        "--state", type=Path, metavar="DIR", help="keep verdicts there, and go on from there if interrupted"
+    )
+    this.add_argument(
+        "--report", type=Path, metavar="F", help="write a report to F, which ends in .json or .xml (JUnit)"
+    )
+    this.add_argument("--strict", action="store_true", help="fail also for what is merely worth a look")
+    this.add_argument("--no-progress", action="store_true", help="show no progress")
+    this.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _check(this: ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from interlock.backends.adapter import Adapter
 
-from .capture import capture, describe
+from .capture import Fetch, capture, describe
 from .checkpoint import CheckpointError, Checkpoints, Saved, look
 from .driver import Position
 from .restoring import restore
@@ -102,8 +102,14 @@ class Keeper:
         every = self._settings.every_epochs if self._settings is not None else None
         return every is not None and epoch % every == 0
 
-    def save(self, parts: Kept, position: Position, adapter: Adapter) -> None:
+    def save(self, parts: Kept, position: Position, adapter: Adapter, fetch: Fetch | None = None) -> None:
         """Write a checkpoint; those that are too many go.
+
+        Args:
+            parts: Of the run.
+            position: Where it is.
+            adapter: Its backend.
+            fetch: How a tensor is copied to the host; by default as the backend does it.
 
         Raises:
             CheckpointError: It cannot be written, or something in it cannot be saved.
@@ -115,7 +121,7 @@ class Keeper:
             parts.model,
             parts.optimizers,
             parts.schedulers,
-            fetch=adapter.fetch,
+            fetch=fetch or adapter.fetch,
             extra={**parts.extra, **_device_random(adapter)},
         )
         between = self.boundary == "epoch"

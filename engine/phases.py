@@ -193,6 +193,16 @@ class Phases(Holding):
             raise TaskError("this run keeps no checkpoints")
         self.keeper.save(self._kept(), self._position, self._adapter)
 
+    def _rescue(self) -> None:
+        if self.keeper is not None:
+            fetch = self._fetch_in_time if self._adapter.copies else None
+            self.keeper.save(self._kept(), self._position, self._adapter, fetch)
+
+    def _fetch_in_time(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the way out no copy may block for ever."""
+        deadline = self._options.deadline
+        return bounded(lambda: self._adapter.fetch(tensor), deadline, "copying to the host, for the rescue")
+
     def _restore(self) -> None:
         check_cancel(self._position)
         if self.keeper is None:

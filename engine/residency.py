@@ -326,7 +326,11 @@ class Registry:
             return tensor
         if not tensor.is_leaf:
             return torch.empty(0, dtype=tensor.dtype)
-        tensor.data = torch.empty(0, dtype=tensor.dtype)
+        try:
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+        except RuntimeError:
+            # Where placement makes new Parameters, one cannot be taken home either: it stays, without memory.
+            tensor.data = tensor.new_empty(0)
         return tensor
 
     def keep_model(self) -> None:

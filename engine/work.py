@@ -43,7 +43,7 @@ class Work(Phases):
             "adopting": self._adopt,
             "compiling": self._compile,
             "checkpointing": self._save,
-            "rescuing": self._save,
+            "rescuing": self._rescue,
             "restoring": self._restore,
             "dropping": self._drop,
             "homing": lambda: self._stack.release("model"),

@@ -34,6 +34,14 @@ def process_as_it_was() -> Iterator[None]:
         pytest.fail("the test left the process changed:\n  " + "\n  ".join(found), pytrace=False)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves tests/sim out, unless it is asked for alone: it registers a device for its whole process."""
+    if collection_path != Path(__file__).parent / "sim":
+        return None
+    asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return None if all(path.is_relative_to(collection_path) for path in asked) else True
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds --evidence, for `make nightly`."""
     parser.addoption(

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -321,19 +320,25 @@ def test_an_interrupt_while_observers_end_costs_them_no_event() -> None:
     seen: list[Any] = []
     bus = Bus()
 
+    let_go = threading.Event()
+
     def slow(event: Any) -> None:
-        if not seen:
-            time.sleep(1)
+        let_go.wait(60)
         seen.append(event)
 
     bus.subscribe(slow)
     for number in range(5):
         bus.publish(il.Note(str(number)))
     shot = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    shot.start()
+
+    def finish() -> None:
+        shot.start()
+        bus.finish(60)
+
     with pytest.raises(KeyboardInterrupt):
-        bus.finish(20)
+        finish()
     shot.join()
+    let_go.set()
     bus.finish(20)
     assert len(seen) == 5
     assert bus.failed == []

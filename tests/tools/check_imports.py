@@ -43,12 +43,21 @@ LAZILY: dict[str, set[str] | None] = {
 
 # Files with wider rights than their folder.
 EXTRA = {
-    "specs/suite.py": {"torch", "hypothesis"},
+    "specs/suite.py": {"torch", "hypothesis"},  # invariant suites, shipped for anybody's tests
+    **{f"specs/suite_{part}.py": {"torch"} for part in ("checks", "device", "life", "setup")},
+    "engine/pytest_plugin.py": {"pytest"},
     "backends/contract.py": {"pytest"},  # tests, shipped for whoever writes an adapter
 }
 
-# Files that may import further folders: the contract carries out whole runs, and nothing imports it.
-WIDER = {"backends/contract.py": {"engine"}}
+# Files that may import further folders: contract and suites carry out whole runs, and nothing imports them.
+WIDER = {
+    "backends/contract.py": {"engine"},
+    "specs/suite.py": {"backends", "engine"},
+    **{
+        f"specs/suite_{part}.py": {"backends", "engine"}
+        for part in ("checks", "device", "life", "operations", "paths", "setup")
+    },
+}
 
 # Types of torch may be named everywhere: that import never runs.
 TYPED_EVERYWHERE = {"torch"}

@@ -1,0 +1,122 @@
+"""`interlock rehearse`: a task on the simulated device, and what came of it, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .choices import UsageError
+from .loading import task_from
+from .messages import say, warn
+
+if TYPE_CHECKING:
+    from .rehearsal import Rehearsal
+
+_ALONE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Set to 0, torch loads no device that a package brings."""
+
+
+def run_rehearse(options: Namespace) -> int:
+    """Rehearse, and report.
+
+    Returns:
+        0 if all is well, 1 if not (with `--strict` also if something is merely worth a look).
+    """
+    _refuse_bad_targets(options)
+    from interlock.backends import simulator
+
+    if "has taken it" in simulator.unavailable() and os.environ.get(_ALONE) != "0":
+        warn("interlock: another package has PyTorch's one slot for devices; rehearsing in a process alone")
+        words = [sys.executable, "-m", "interlock", *sys.argv[1:]]
+        return subprocess.run(words, env={**os.environ, _ALONE: "0"}, check=False).returncode
+    from .rehearsal import rehearse
+
+    quiet = options.json or options.no_progress
+    with task_from(options.task) as task:
+        found = rehearse(
+            task,
+            steps=options.steps,
+            quick=not options.full,
+            parameters=options.parameters,
+            checkpoints=not options.no_checkpoints,
+            seed=options.seed,
+            only=options.only,
+            state=options.state,
+            repeat=lambda cell: _again(options, cell),
+            progress=False if quiet else None,
+            tell=(lambda _: None) if quiet else (lambda what: warn(f"interlock: {what}")),
+        )
+    _write(options.report, found)
+    if options.json:
+        say(json.dumps(found.as_data(), indent=1))
+    else:
+        _show(found)
+    return 0 if found.ok and not (options.strict and found.findings) else 1
+
+
+def _refuse_bad_targets(options: Namespace) -> None:
+    report: Path | None = options.report
+    if report is not None and report.suffix not in (".json", ".xml"):
+        raise UsageError(f"'{report}': a report is written to a file ending in .json or .xml (JUnit)")
+    if options.full and options.quick:
+        raise UsageError("--quick and --full exclude each other")
+
+
+def _again(options: Namespace, cell: str) -> str:
+    words = ["interlock", "rehearse", options.task, "--only", cell, "--seed", str(options.seed)]
+    if options.steps != 3:
+        words += ["--steps", str(options.steps)]
+    if options.parameters != "replaced":
+        words += ["--parameters", options.parameters]
+    if options.full:
+        words.append("--full")
+    return shlex.join(words)
+
+
+def _write(report: Path | None, found: Rehearsal) -> None:
+    if report is None:
+        return
+    if report.suffix == ".json":
+        report.write_text(json.dumps(found.as_data(), indent=1) + "\n")
+        return
+    for number, swept in enumerate(found.sweeps):
+        swept.write(report if not number else report.with_stem(f"{report.stem}-{swept.settings.exit}"))
+
+
+def _show(found: Rehearsal) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from .messages import to_output
+
+    console = Console(highlight=False, soft_wrap=True)
+    style, word = ("bold green", "pass") if found.ok else ("bold red", "fail")
+    with to_output():
+        console.print(Text(f"{word}: {found.task}", style=style) + f", {found.steps} steps watched")
+        if found.peak:
+            console.print(f"\nmemory at its peak: {found.peak:,} bytes")
+            for owner, nbytes in found.peak_by_owner.items():
+                console.print(f"  {nbytes:>14,}  {owner}")
+        if found.transfers:
+            console.print("\ncopies between host and device in training")
+            for transfer in found.transfers:
+                line = f"  {transfer.per_step:>8g} a step {transfer.direction:<9} {transfer.place}"
+                console.print(Text(line))
+        for finding in found.findings:
+            mark, colour = ("problem", "red") if finding.problem else ("look", "yellow")
+            console.print()
+            console.print(Text(f"{mark} ({finding.kind}): ", style=colour) + Text(finding.text))
+        for swept in found.sweeps:
+            console.print()
+            console.print(swept.table())
+            for verdict in swept.broken[:20]:
+                console.print(Text(str(verdict)))
+            if len(swept.broken) > 20:
+                console.print(f"... and {len(swept.broken) - 20} more: --report FILE.json has all")
+        console.print(f"\n{found.seconds:.1f} s")

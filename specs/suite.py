@@ -1,0 +1,333 @@
+"""Invariant suites for your own project: whole runs by Hypothesis, and every transition by pytest.
+
+    from interlock.specs.suite import SpecSuite, machine_for
+
+    TestRuns = machine_for("cpu", my_task).TestCase   # random runs of your task, struck by faults
+
+    class TestLifecycle(SpecSuite):                    # each transition, each pair, each illegal event
+        backend = "cpu"
+
+It needs Hypothesis, and nothing else needs it. Nothing is registered when it is imported: profiles and
+random generators are, when you say so.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+
+from interlock import Task
+from interlock.backends.adapter import Adapter
+from interlock.backends.faults import MOMENTS
+from interlock.backends.registry import adapter_class
+
+from .compose import compose
+from .errors import MissingExtra, SpecError
+from .lifecycles import TRAINING
+from .suite_device import ERRORS, POINTS, Strike, Watch
+from .suite_life import LEASES, Exit, Life
+from .suite_operations import LEAVING, OPERATIONS
+from .suite_paths import (
+    BrokenPromise,
+    Case,
+    SpecSuite,
+    covering_paths,
+    illegal_pairs_of,
+    pairs_of,
+    transitions_of,
+)
+from .suite_plain import Plain
+from .suite_setup import Setup, built_in, built_in_batches, preamble
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+    from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+except ImportError as error:
+    raise MissingExtra("interlock.specs.suite", "hypothesis", "test") from error
+
+__all__ = [
+    "BrokenPromise",
+    "Case",
+    "Plain",
+    "RunMachine",
+    "SpecSuite",
+    "covering_paths",
+    "illegal_pairs_of",
+    "machine_for",
+    "pairs_of",
+    "register_generators",
+    "register_profiles",
+    "transitions_of",
+]
+
+# Profiles and generators
+
+
+def register_profiles(prefix: str = "") -> None:
+    """Register the Hypothesis profiles `dev`, `ci` and `nightly`; none of them is loaded.
+
+    No deadline, since a first step compiles and a loaded machine stalls. `ci` is derandomized, so that a
+    change that has nothing to do with it never turns red by chance; `nightly` goes looking.
+
+    Args:
+        prefix: Before each name, for a project that has such profiles already.
+    """
+    common: dict[str, Any] = {"deadline": None, "print_blob": True}
+    register = hypothesis.settings.register_profile
+    register(f"{prefix}dev", max_examples=20, derandomize=False, **common)
+    register(f"{prefix}ci", max_examples=100, stateful_step_count=30, derandomize=True, **common)
+    register(f"{prefix}nightly", max_examples=3000, stateful_step_count=100, derandomize=False, **common)
+
+
+class _TorchGenerators:
+    """torch's own generators, as Hypothesis seeds and restores those that it knows."""
+
+    def seed(self, seed: int) -> None:
+        """Of the host, and of each device that was initialised."""
+        torch.manual_seed(seed)
+
+    def getstate(self) -> Any:
+        """The states, on the host."""
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return torch.get_rng_state(), devices
+
+    def setstate(self, state: Any) -> None:
+        """Put back what `getstate` returned."""
+        host, devices = state
+        torch.set_rng_state(host)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+_generators: _TorchGenerators | None = None
+"""Hypothesis itself keeps a weak reference only."""
+
+
+def register_generators() -> None:
+    """Let Hypothesis seed torch's random generators for each example, and restore them after it.
+
+    So an example that fails fails again when it is replayed. A second call does nothing.
+    """
+    global _generators
+    if _generators is None:
+        _generators = _TorchGenerators()
+        hypothesis.register_random(_generators)
+
+
+# Random runs
+
+_OPTIONAL = tuple(
+    event
+    for event in OPERATIONS
+    if event not in ("acquire", "place", "optimize", "train", "update", "resume")
+)
+_EXITS = ("finish", "stop", "offload", *LEAVING)
+_EXIT_POLICIES: tuple[Exit, ...] = ("offload", "keep", "discard")
+_OFTEN, _SOMETIMES, _RARELY = 4, 2, 1
+_FEW, _MANY = 2, 12
+_COUNTS = {"move": _MANY, "fetch": _MANY, "update": 4}
+"""Call -> up to the how manieth a fault may strike; the others are made once or twice in a run."""
+
+
+def _strikes() -> st.SearchStrategy[tuple[str, str, int, str, int] | None]:
+    """Plain tuples, so that they print as what can be typed."""
+
+    def at(call: str) -> st.SearchStrategy[tuple[str, str, int, str, int]]:
+        nth = st.integers(1, _COUNTS.get(call, _FEW))
+        times = st.integers(1, 1 if call == "update" else 2)
+        return st.tuples(st.just(call), st.sampled_from(MOMENTS), nth, st.sampled_from(sorted(ERRORS)), times)
+
+    return st.none() | st.sampled_from(POINTS).flatmap(at)
+
+
+def _in_play(machine: RunMachine) -> st.SearchStrategy[list[str]]:
+    events = [event for event in _OPTIONAL if event in machine.setup.spec.events]
+    flags = st.lists(st.booleans(), min_size=len(events), max_size=len(events))
+    return flags.map(lambda drawn: [event for event, play in zip(events, drawn, strict=True) if play])
+
+
+def _events(machine: RunMachine) -> st.SearchStrategy[str]:
+    """An event that is legal now and in play, or, one time in eight, one that is not legal."""
+    life = machine.running()
+    weighted: list[str] = []
+    for event in life.operations:
+        if event in machine.optional or event not in _OPTIONAL:
+            often = _RARELY if event in _EXITS else _SOMETIMES if event in _OPTIONAL else _OFTEN
+            weighted += [event] * often
+    legal, illegal = st.sampled_from(weighted), st.sampled_from(life.illegal)
+    return st.integers(0, 7).flatmap(lambda drawn: illegal if drawn == 7 else legal)
+
+
+def _is_running(machine: RunMachine) -> bool:
+    return machine.life is not None and not machine.life.closed
+
+
+def _is_over(machine: RunMachine) -> bool:
+    return machine.life is not None and machine.life.closed
+
+
+class RunMachine(RuleBasedStateMachine):
+    """Random runs of one task on one backend; `machine_for` makes subclasses.
+
+    Random walks alone find little, since the first fault absorbs them. So each example draws which
+    optional events are in play at all; the way to training is always open, and the ends are rare. A run
+    that is over is followed by another one on the same device, which must be as good as the first.
+
+    Attributes:
+        setup: What is run where.
+        preamble: Prints the imports that a printed example needs.
+        optional: The events in play.
+        life: The present run, once there is one.
+    """
+
+    setup: ClassVar[Setup]
+    preamble: ClassVar[Callable[[], str]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        if hypothesis.currently_in_test_context():
+            hypothesis.note(type(self).preamble())
+        self.optional: list[str] = []
+        self.life: Life | None = None
+        self._watch = Watch(self.setup.make())
+        self._failed = False
+
+    def running(self) -> Life:
+        """The present run.
+
+        Raises:
+            SpecError: There is none yet.
+        """
+        if self.life is None:
+            raise SpecError("the run under test", ["there is none yet: call `begin` first"])
+        return self.life
+
+    @initialize(
+        optional=st.runner().flatmap(_in_play),
+        exit=st.sampled_from(_EXIT_POLICIES),
+        fault=_strikes(),
+        lease=st.sampled_from(sorted(LEASES)),
+    )
+    def begin(
+        self,
+        optional: list[str] = [],  # noqa: B006 - never changed; so it prints as what Hypothesis drew
+        exit: Exit = "offload",  # noqa: A002 - named as the engine's setting
+        fault: tuple[str, str, int, str, int] | None = None,
+        lease: str = "",
+    ) -> None:
+        """Open the first run.
+
+        Args:
+            optional: The events in play, beside those that lead to training.
+            exit: Its exit policy.
+            fault: Where a fault strikes it: call, moment, which call, error, how many calls.
+            lease: What it has on lease of the process: "", "seed" or "threads".
+        """
+        self.optional = list(optional)
+        self._open(exit, fault, lease)
+
+    @precondition(_is_running)
+    @rule(event=st.runner().flatmap(_events))
+    def fire(self, event: str) -> None:
+        """Fire an event, and look at everything. What is illegal must be refused, and change nothing.
+
+        Args:
+            event: Of the spec, whether it is legal or not.
+        """
+        self._guarded(partial(self.running().fire, event))
+
+    @precondition(_is_over)
+    @rule(exit=st.sampled_from(_EXIT_POLICIES), fault=_strikes(), lease=st.sampled_from(sorted(LEASES)))
+    def restart(
+        self,
+        exit: Exit = "offload",  # noqa: A002 - named as the engine's setting
+        fault: tuple[str, str, int, str, int] | None = None,
+        lease: str = "",
+    ) -> None:
+        """Open another run on the same device; arguments as for `begin`."""
+        self._let_go()
+        self._open(exit, fault, lease)
+
+    def teardown(self) -> None:
+        """Leave the run's block, and look at everything a last time."""
+        life = self.life
+        if life is None:
+            return
+        self.life = None
+        if self._failed:
+            life.abort()
+            return
+        try:
+            life.leave()
+        except BaseException:
+            life.abort()
+            raise
+        life.drop()
+
+    def _open(self, exit: Exit, fault: tuple[str, str, int, str, int] | None, lease: str) -> None:  # noqa: A002
+        strike = None if fault is None else Strike(*fault)
+        if self._watch.lost:
+            # Nothing may touch that device any more.
+            self._watch = Watch(self.setup.make())
+        self.life = Life(self.setup, self._watch, exit, strike, lease)
+
+    def _let_go(self) -> None:
+        """What a run left on the device on purpose goes, before the next one counts."""
+        if self.life is not None:
+            self.life.drop()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException:
+            self._failed = True
+            raise
+
+
+def machine_for(
+    backend: str | Callable[[], Adapter] = "cpu",
+    task: Task | None = None,
+    *,
+    data: Iterable[Any] | None = None,
+    tolerance: float = 0.0,
+    deadline: float = 30.0,
+) -> type[RunMachine]:
+    """A Hypothesis state machine that drives runs of a task on a backend: `.TestCase` is the test.
+
+    Args:
+        backend: A name, or a function (an adapter's class, for instance) that makes an adapter.
+        task: What is trained; a small built-in one if left out. Its model is built anew for each run, with
+            torch's generator at seed 0; it must be the same each time, and `compile` is left out.
+        data: Batches on the host; at most eight are used. The task's own if left out.
+        tolerance: By how much a weight may differ between a run and an undisturbed one of as many steps:
+            0 where the device computes the same each time.
+        deadline: Seconds for each backend call on the way out.
+
+    Returns:
+        A subclass of `RunMachine`. Its settings are those of the Hypothesis profile that is loaded.
+
+    Raises:
+        UnknownName: No such backend.
+        SpecError: There is no data.
+    """
+    make: Callable[[], Adapter] = adapter_class(backend) if isinstance(backend, str) else backend
+    adapter = make()
+    what = built_in() if task is None else task
+    given = data if data is not None else built_in_batches() if task is None else what.load().train
+    batches = tuple(islice(given, 8))
+    if not batches:
+        raise SpecError(f"the suite of task '{what.name}'", ["it has no batches: pass `data=` with some"])
+    setup = Setup(make, what, batches, compose(TRAINING, adapter.monitor), tolerance, deadline)
+    name = "RunsOn_" + re.sub(r"\W", "_", adapter.name)
+    module: str = sys._getframe(1).f_globals.get("__name__", "__main__")
+    printed = partial(preamble, name, module, backend, task, data, tolerance)
+    members = {"setup": setup, "preamble": staticmethod(printed), "__module__": module}
+    members["__doc__"] = f"Runs of '{what.name}' on {adapter.name}."
+    return type(name, (RunMachine,), members)

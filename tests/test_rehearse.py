@@ -1,0 +1,130 @@
+"""`interlock rehearse`: the simulated device is registered in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from tools.runs import environment
+
+TASK = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+import interlock as il
+
+kept = []
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(4, 8)
+        self.b = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def loss(model, batch):
+    value = F.cross_entropy(model(batch[0]), batch[1])
+    EXTRA
+    return value
+
+
+def data():
+    torch.manual_seed(1)
+    batches = [(torch.randn(5, 4), torch.randint(0, 3, (5,))) for _ in range(4)]
+    return il.Data(batches, batches[:1])
+
+
+def optimizer(model):
+    return torch.optim.AdamW(PARAMETERS)
+
+
+task = il.Task(name="small", model=Net, optimizer=optimizer, loss=loss, data=data)
+"""
+
+
+def rehearse(
+    folder: Path, *options: str, extra: str = "pass", parameters: str = "model.parameters()"
+) -> tuple[int, Any, str]:
+    """(exit status, report, error stream) of a rehearsal."""
+    file = folder / "train.py"
+    file.write_text(TASK.replace("EXTRA", extra).replace("PARAMETERS", parameters))
+    words = [sys.executable, "-m", "interlock", "rehearse", f"{file}:task", "--json", *options]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=110, check=False)
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+def texts(report: Any, kind: str) -> list[str]:
+    return [finding["text"] for finding in report["findings"] if finding["kind"] == kind]
+
+
+def test_a_good_task_passes_and_every_fault_ends_clean(tmp_path: Path) -> None:
+    status, report, told = rehearse(tmp_path, "--report", str(tmp_path / "report.xml"))
+    assert status == 0, told
+    assert report["ok"]
+    assert report["findings"] == []
+    (faults,) = report["faults"]
+    assert faults["counts"]["clean"] > 100
+    assert sum(faults["counts"].values()) == faults["counts"]["clean"]
+    owners = report["peak_bytes_by_owner"]
+    size = 4 * (4 * 8 + 8 + 8 * 3 + 3)
+    assert (owners["parameters"], owners["gradients"]) == (size, size)
+    assert sum(owners.values()) == report["peak_bytes"]
+    suite = ElementTree.parse(tmp_path / "report.xml").getroot()
+    assert len(list(suite.iter("testcase"))) == faults["counts"]["clean"]
+
+
+def test_an_item_in_the_loop_is_found_with_its_line(tmp_path: Path) -> None:
+    status, report, told = rehearse(tmp_path, "--strict", extra="value.item()")
+    assert status == 1, told
+    assert report["ok"]
+    line = TASK.splitlines().index("    EXTRA") + 1
+    (text,) = texts(report, "copy")
+    assert text.startswith(f"{tmp_path / 'train.py'}:{line} in loss copies to the host 1 times a step")
+
+
+def test_a_loss_that_is_kept_is_a_leak_with_its_owner_and_its_line(tmp_path: Path) -> None:
+    status, report, told = rehearse(tmp_path, extra="kept.append(value)")
+    assert status == 1, told
+    leaks = texts(report, "leak")
+    assert any("held by global train.kept[0]" in text and "train.py:" in text for text in leaks), leaks
+    assert texts(report, "faults")
+    assert report["faults"] == []
+
+
+def test_a_parameter_that_no_optimizer_holds_is_an_error_of_order(tmp_path: Path) -> None:
+    status, report, told = rehearse(tmp_path, parameters="model.a.parameters()")
+    assert status == 1, told
+    (text,) = texts(report, "order")
+    assert "no optimizer holds 'b.weight', 'b.bias'" in text
+
+
+def test_code_that_names_cuda_is_carried_out_and_told(tmp_path: Path) -> None:
+    status, report, told = rehearse(tmp_path, extra="batch[0].cuda()")
+    assert status == 0, told
+    line = TASK.splitlines().index("    EXTRA") + 1
+    assert any(f"train.py:{line}: Tensor.cuda" in text for text in texts(report, "foreign"))
+
+
+def test_one_cell_can_be_tried_alone(tmp_path: Path) -> None:
+    status, report, told = rehearse(tmp_path, "--only", "hook.loss[1] before: error")
+    assert status == 0, told
+    (faults,) = report["faults"]
+    assert faults["counts"]["clean"] == 1
+
+
+@pytest.mark.parametrize("words", [["--quick", "--full"], ["--report", "x.txt"], ["--steps", "0"]], ids=str)
+def test_a_wrong_command_line_begins_nothing(tmp_path: Path, words: list[str]) -> None:
+    status, report, told = rehearse(tmp_path, *words)
+    assert status == 2
+    assert report is None
+    assert told.count("error: ") == 1
