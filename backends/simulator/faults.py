@@ -126,7 +126,10 @@ class Faults:
         error, self._pending = self._pending, None
         if error is not None:
             self._cool()
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else it, and this frame in its traceback, would keep each other
 
     def later(self, error: BaseException) -> None:
         """Keep an error for the next wait."""

@@ -153,8 +153,13 @@ class _Module(ModuleType):
         raise AttributeError(f"module 'torch.sim' has no attribute '{name}'")
 
 
-class _NoCompiler:
-    """In place of each part of a compiler; whichever is made first says so."""
+class _Asked(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise Refusal(_NOT_COMPILED)
+
+
+class _NoCompiler(metaclass=_Asked):
+    """In place of each part of a compiler; whichever is asked or made first says so."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise Refusal(_NOT_COMPILED)

@@ -51,6 +51,11 @@ def empty_strided(
     return _made(torch.empty_strided(size, stride, dtype=dtype, device=HOST))
 
 
+def zeros(size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    """A derivative that is known to be zero, which torch makes without memory where it can."""
+    return wrap(torch.zeros(size, dtype=dtype, device=HOST), "aten::_efficientzerotensor")
+
+
 def _made(host: torch.Tensor) -> torch.Tensor:
     if memory.poison and (host.is_floating_point() or host.is_complex()):
         host.fill_(float("nan"))
@@ -324,6 +329,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "_to_copy": to_copy,
     "empty.memory_format": empty,
     "empty_strided": empty_strided,
+    "_efficientzerotensor": zeros,
     "_copy_from": copy_from,
     "_copy_from_and_resize": copy_from_and_resize,
     "resize_": resize,

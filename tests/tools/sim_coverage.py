@@ -1,0 +1,147 @@
+"""How much of PyTorch the simulated device can: PyTorch's own samples of its operators, against the CPU.
+
+    python tests/tools/sim_coverage.py            # writes docs/evidence/sim-operators.md
+
+Each operator with up to four float32 samples, forward and gradient, has to give the bits of the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from interlock.backends import simulator
+
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "sim-operators.md"
+SAMPLES = 4
+UNDEFINED = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+"""Their values are not defined, so only shapes are compared."""
+
+
+def operators() -> Iterator[tuple[str, Any]]:
+    """(name, entry) of the operators that take float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    for entry in op_db:
+        if torch.float32 in entry.dtypes:
+            yield f"{entry.name}.{entry.variant_test_name}".rstrip("."), entry
+
+
+def compare(name: str, entry: Any) -> tuple[str, int, int]:
+    """Why an operator is other than on the CPU, or nothing; how many samples and gradients were compared."""
+    samples = gradients = 0
+    try:
+        for number, sample in enumerate(
+            entry.sample_inputs("cpu", torch.float32, requires_grad=entry.supports_autograd)
+        ):
+            if number == SAMPLES:
+                break
+            given = (sample.input, sample.args, sample.kwargs)
+            ours = tree_map(_there, given)
+            torch.manual_seed(0)
+            try:
+                expected = entry(given[0], *given[1], **given[2])
+            except Exception:
+                continue  # not for the CPU either
+            torch.manual_seed(0)
+            found = entry(ours[0], *ours[1], **ours[2])
+            samples += 1
+            why = _differs(name, _tensors(expected), _tensors(found))
+            if why:
+                return why, samples, gradients
+            pairs = _gradients(given, expected), _gradients(ours, found)
+            if pairs[0] is None or pairs[1] is None:
+                continue
+            gradients += 1
+            why = _differs(name, pairs[0], pairs[1])
+            if why:
+                return f"gradient: {why}", samples, gradients
+    except Exception as error:
+        first = str(error).strip().splitlines()[:1]
+        return f"{type(error).__name__}: {' '.join(first)[:120]}", samples, gradients
+    return "", samples, gradients
+
+
+def _there(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("sim").requires_grad_(value.requires_grad)
+    named = isinstance(value, (str, torch.device)) and str(value) == "cpu"
+    return "sim" if named else value
+
+
+def _tensors(tree: Any) -> list[Any]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _gradients(given: Any, out: Any) -> list[Any] | None:
+    inputs = [t for t in _tensors(given) if t.requires_grad]
+    outs = [t for t in _tensors(out) if t.requires_grad]
+    if not inputs or not outs:
+        return None
+    try:
+        found = torch.autograd.grad(sum(t.abs().sum() for t in outs), inputs, allow_unused=True)
+    except RuntimeError:
+        if inputs[0].device.type == "cpu":
+            return None
+        raise
+    return [t for t in found if t is not None]
+
+
+def _differs(name: str, expected: list[Any], found: list[Any]) -> str:
+    for one, other in zip(expected, found, strict=True):
+        if other.device.type != "sim":
+            return f"the result stands on {other.device}"
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return f"{one.dtype} {tuple(one.shape)} became {other.dtype} {tuple(other.shape)}"
+        if name.partition(".")[0] in UNDEFINED:
+            continue
+        mine, theirs = one.detach().resolve_conj(), other.detach().cpu()
+        if not torch.equal(torch.nan_to_num(mine), torch.nan_to_num(theirs)):
+            return f"differs by up to {(mine - theirs).abs().max().item():.2g}"
+    return ""
+
+
+def main() -> int:
+    """Compare all of them, and write the page."""
+    simulator.install()
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    bad: list[tuple[str, str]] = []
+    total = samples = gradients = 0
+    for name, entry in operators():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            why, some, more = compare(name, entry)
+        total, samples, gradients = total + 1, samples + some, gradients + more
+        if why:
+            bad.append((name, why))
+        sys.stderr.write(f"\r{total} operators, {len(bad)} other than on the CPU ")
+    lines = [
+        "# The simulated device: operators of PyTorch",
+        "",
+        "Written by `python tests/tools/sim_coverage.py`; do not edit.",
+        "",
+        f"- torch {torch.__version__.partition('+')[0]}, {time.monotonic() - began:.0f} s",
+        f"- operators with float32 samples: {total}",
+        f"- **the same bits as on the CPU, forward and gradient: {total - len(bad)}**",
+        f"- samples compared: {samples}; gradients compared: {gradients}",
+        "",
+        "| other than on the CPU | why |",
+        "|---|---|",
+        *(f"| `{name}` | {why.replace('|', '/')} |" for name, why in bad),
+    ]
+    PAGE.write_text("\n".join(lines) + "\n")
+    sys.stderr.write(f"\n{PAGE.name} written\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
