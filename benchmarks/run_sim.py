@@ -66,15 +66,14 @@ def main() -> int:
     rows = []
     for name, build in (("digits network, batch 32", net), ("two small layers, batch 32", small)):
         host, there, passages = measure(build)
-        added = (there - host) * 1e6 / passages
-        rows.append(
-            f"| {name} | {host * 1e6:.0f} | {there * 1e6:.0f} | {there / host:.2f} | {passages} | {added:.1f} |"
-        )
+        added = f"{(there - host) * 1e6 / passages:.1f}"
+        figures = (f"{host * 1e6:.0f}", f"{there * 1e6:.0f}", f"{there / host:.2f}", str(passages), added)
+        rows.append(f"| {name} | {' | '.join(figures)} |")
     lines = [
         "# What the simulated device costs",
         "",
-        f"Written by `python benchmarks/run_sim.py`: medians of {ROUNDS - WARM} steps, interleaved, one thread, "
-        f"torch {torch.__version__.partition('+')[0]}.",
+        f"Written by `python benchmarks/run_sim.py`: medians of {ROUNDS - WARM} steps, interleaved, one",
+        f"thread, torch {torch.__version__.partition('+')[0]}.",
         "",
         "| step | CPU, us | simulated, us | ratio | operators and copies a step | us added to each |",
         "|---|---|---|---|---|---|",

@@ -92,7 +92,12 @@ def _gradients(given: Any, out: Any) -> list[Any] | None:
         if inputs[0].device.type == "cpu":
             return None
         raise
-    return [t for t in found if t is not None]
+    return list(filter(_there_is, found))
+
+
+def _there_is(gradient: Any) -> bool:
+    """One that an input does not have is `None`."""
+    return gradient is not None
 
 
 def _differs(name: str, expected: list[Any], found: list[Any]) -> str:
