@@ -15,3 +15,7 @@ class DeviceInUse(InterlockError):
 
 class DeviceLost(InterlockError):
     """The device died in this process. No call reaches it any more, not even a query."""
+
+
+class ForeignDevice(DeviceUnavailable):
+    """Code names CUDA itself where the simulated device is what it runs on."""

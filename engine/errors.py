@@ -5,10 +5,12 @@ Messages say what was asked, in which phase, what is legal or expected there, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from interlock.backends.errors import DeviceInUse, DeviceLost, DeviceUnavailable
+from interlock.backends.errors import DeviceInUse, DeviceLost, DeviceUnavailable, ForeignDevice
 from interlock.specs.errors import (
+    BrokenPromise,
     DrawingError,
     IllegalTransition,
     InterlockError,
@@ -21,6 +23,9 @@ from interlock.specs.errors import (
 from .checkpoint import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from .extraction import ExtractionError
 from .weaving import ProgramError
+
+if TYPE_CHECKING:
+    from .leaks import Leak
 
 
 class NotProved(InterlockError):
@@ -219,6 +224,38 @@ class NonFiniteLoss(LossError):
         )
 
 
+class SweepError(InterlockError):
+    """A sweep cannot be carried out, or cannot go on; the message says what to do instead."""
+
+
+class CheckMisused(InterlockError):
+    """A check was put where it would not check what it says."""
+
+
+class ProcessChanged(InterlockError, AssertionError):
+    """The process is not as it was before.
+
+    Attributes:
+        differences: One line for each.
+    """
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        super().__init__("the process is not as it was before:\n  " + "\n  ".join(self.differences))
+
+
+class TensorsLeft(InterlockError, AssertionError):
+    """Tensors are left on a device that were not there before; the message says which and who holds them.
+
+    Attributes:
+        leaks: Each of them.
+    """
+
+    def __init__(self, leaks: Iterable[Leak], text: str) -> None:
+        self.leaks = tuple(leaks)
+        super().__init__(text)
+
+
 class FrozenParameterWarning(UserWarning):
     """The optimizer holds parameters with `requires_grad=False`; names them."""
 
@@ -236,8 +273,10 @@ class ObserverWarning(UserWarning):
 
 
 __all__ = [
+    "BrokenPromise",
     "BrokenTie",
     "Cancelled",
+    "CheckMisused",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointMismatch",
@@ -251,6 +290,7 @@ __all__ = [
     "DuplicateParameter",
     "EvaluationModeWarning",
     "ExtractionError",
+    "ForeignDevice",
     "ForeignParameter",
     "FrozenParameterWarning",
     "HeldSetMismatch",
@@ -271,13 +311,16 @@ __all__ = [
     "NotProved",
     "ObserverWarning",
     "PlacementError",
+    "ProcessChanged",
     "ProgramError",
     "ReplacedParameter",
     "RunInUse",
     "SpecError",
     "StaleHandle",
     "StaleParameter",
+    "SweepError",
     "TaskError",
+    "TensorsLeft",
     "UndeclaredChange",
     "UnknownName",
     "UnusedParameterWarning",

@@ -18,8 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from interlock.specs.errors import InterlockError
-
 from . import standing
 from .owners import NOT_FOUND, Owner, owner_of
 from .process_state import Allowed
@@ -42,18 +40,6 @@ RESIDUE = (
 
 Workspaces of cuBLAS, pinned buffers and the context of a device are no tensors and are never looked at.
 """
-
-
-class TensorsLeft(InterlockError, AssertionError):
-    """Tensors are left on a device that were not there before; the message says which and who holds them.
-
-    Attributes:
-        leaks: Each of them.
-    """
-
-    def __init__(self, leaks: Iterable[Leak]) -> None:
-        self.leaks = tuple(leaks)
-        super().__init__(render(self.leaks))
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ class Residue:
             text += f" in {len(self.leftovers)} block(s)"
         for leftover in self.leftovers[:5]:
             held = "; ".join(leftover.owners[:3]) or "an owner that was not found"
-            text += f"\n  {leftover.nbytes} bytes made by {leftover.origin}, held by {held}"
+            place = f" at {leftover.stack[0]}" if leftover.stack else ""
+            text += f"\n  {leftover.nbytes} bytes made by {leftover.origin}{place}, held by {held}"
         return text + (f" ({self.by_design})" if self.by_design else "")
 
 

@@ -22,20 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from interlock.specs.errors import InterlockError
-
-
-class ProcessChanged(InterlockError, AssertionError):
-    """The process is not as it was before.
-
-    Attributes:
-        differences: One line for each.
-    """
-
-    def __init__(self, differences: Sequence[str]) -> None:
-        self.differences = tuple(differences)
-        super().__init__("the process is not as it was before:\n  " + "\n  ".join(self.differences))
-
 
 @dataclass(frozen=True)
 class Allowed:

@@ -80,14 +80,14 @@ def device_empty(request: pytest.FixtureRequest, interlock_allowed: Sequence[All
 @pytest.fixture
 def process_clean(request: pytest.FixtureRequest, interlock_allowed: Sequence[Allowed]) -> None:
     """The test fails if it leaves threads, children, descriptors, handlers, environment, torch's flags."""
-    from . import process_state
+    from . import errors, process_state
 
     before = process_state.snapshot()
     allowed = (*process_state.ALLOWED, *interlock_allowed)
 
     def judge() -> str:
         found = process_state.settled(before, allowed=allowed)
-        return str(process_state.ProcessChanged(found)) if found else ""
+        return str(errors.ProcessChanged(found)) if found else ""
 
     request.node.stash.setdefault(_CHECKS, []).append(judge)
 

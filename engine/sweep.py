@@ -24,6 +24,7 @@ from typing import Any, get_args
 from interlock.backends.adapter import Adapter
 from interlock.backends.registry import adapter_class
 
+from .errors import SweepError
 from .options import ExitPolicy
 from .sweep_cell import tried
 from .sweep_judge import Reference, weights_of
@@ -34,7 +35,6 @@ from .sweep_points import (
     InjectedFault,
     Point,
     Settings,
-    SweepError,
     cells_at,
     fingerprint,
     quick_cells,

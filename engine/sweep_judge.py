@@ -186,6 +186,8 @@ def device_empty(case: Case) -> Iterator[str]:
     # A call that blocks holds what it copies, and the residue says so; once it is let go, nothing is left.
     late = bool(outcome.abandoned) or _came(case, "rescue")
     holds = case.cell.fault == "blocks" and late and seen.after is not None
+    # A model that was given up stands, where placement keeps Parameters, on the device until it is dropped.
+    holds = holds or case.endings.get("model") == "abandoned"
     if residue.bytes and not holds:
         yield f"the residue is {residue}"
     if seen.before is None or seen.after is None or lost:

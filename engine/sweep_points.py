@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .specs.errors import InterlockError
-
 Layer = Literal["run", "hook", "backend", "device"]
 Stage = Literal["in", "during", "out"]
 
@@ -22,10 +20,6 @@ LAYERS: tuple[Layer, ...] = ("hook", "backend", "device")
 """User hooks, calls of the backend, operations of a simulated device."""
 QUICK = 240
 """Cells of a quick sweep, at most (more only if there are more kinds of point)."""
-
-
-class SweepError(InterlockError):
-    """A sweep cannot be carried out, or cannot go on; the message says what to do instead."""
 
 
 class InjectedFault(RuntimeError):

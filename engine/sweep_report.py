@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
-from .sweep_points import FAULTS, START, Cell, Settings, SweepError
+from .errors import SweepError
+from .sweep_points import FAULTS, START, Cell, Settings
 
 if TYPE_CHECKING:
     from rich.table import Table

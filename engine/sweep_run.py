@@ -25,13 +25,13 @@ from interlock.specs import Entry, Slot
 
 from .checkpoint import Checkpoints
 from .engine import Engine
-from .errors import NotFinished
+from .errors import NotFinished, SweepError
 from .options import ExitPolicy
 from .outcome import Outcome
 from .proof import proved
 from .sweep_device import Device
 from .sweep_hooks import Batches, HookStrike, Passages, wrapped
-from .sweep_points import Cell, InjectedFault, Settings, SweepError
+from .sweep_points import Cell, InjectedFault, Settings
 from .sweep_process import reading, seeded, settled
 from .sweep_watch import Watch
 from .task import Task

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, ParamSpec, TypeAlias, TypeVar
 
-from interlock.specs.errors import InterlockError
-
 from . import leaks, process_state
-from .leaks import Leak, TensorsLeft
-from .process_state import Allowed, ProcessChanged
+from .errors import CheckMisused, ProcessChanged, TensorsLeft
+from .leaks import Leak, render
+from .process_state import Allowed
 from .standing import Counts
 
 __all__ = [
@@ -40,10 +39,6 @@ __all__ = [
 Check: TypeAlias = Callable[[], AbstractContextManager[Any]]
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class CheckMisused(InterlockError):
-    """A check was put where it would not check what it says."""
 
 
 @contextmanager
@@ -66,7 +61,7 @@ def device_empty(
     yield
     left = leaks.since(before, allowed, seconds)
     if leaks.blamed(left):
-        raise TensorsLeft(left)
+        raise TensorsLeft(left, render(left))
 
 
 @contextmanager

@@ -90,3 +90,16 @@ class JournalError(InterlockError):
         self.problem = problem
         place = f"{source}, line {line}" if line else source
         super().__init__(f"{place}: {problem}")
+
+
+class BrokenPromise(InterlockError, AssertionError):
+    """A run, or a spec, is not as it should be.
+
+    Attributes:
+        broken: One line for each promise.
+    """
+
+    def __init__(self, where: str, broken: list[str]) -> None:
+        self.broken = tuple(broken)
+        lines = "\n".join(f"  - {line}" for line in broken)
+        super().__init__(f"{where}: {len(broken)} promise(s) broken:\n{lines}")

@@ -28,13 +28,12 @@ from interlock.backends.faults import MOMENTS
 from interlock.backends.registry import adapter_class
 
 from .compose import compose
-from .errors import MissingExtra, SpecError
+from .errors import BrokenPromise, MissingExtra, SpecError
 from .lifecycles import TRAINING
 from .suite_device import ERRORS, POINTS, Strike, Watch
 from .suite_life import LEASES, Exit, Life
 from .suite_operations import LEAVING, OPERATIONS
 from .suite_paths import (
-    BrokenPromise,
     Case,
     SpecSuite,
     covering_paths,

@@ -16,10 +16,11 @@ from torch import nn
 from interlock import Created, Engine, Outcome
 from interlock.errors import StaleHandle
 
+from .errors import BrokenPromise
 from .model import Kind
 from .suite_device import ERRORS, Lost, Process, Strike, Watch
 from .suite_operations import LEAVING, METHODS, OPERATIONS, WAITS
-from .suite_paths import BrokenPromise, refused
+from .suite_paths import refused
 from .suite_plain import Plain
 from .suite_setup import Setup, named, tensors_of
 

@@ -15,24 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from .errors import IllegalTransition, InterlockError, SpecError
+from .errors import BrokenPromise, IllegalTransition, SpecError
 from .machine import Slot, lifecycle
 from .model import Spec
 from .semantics import Config, start
 from .suite_plain import Plain
-
-
-class BrokenPromise(InterlockError, AssertionError):
-    """A run, or a spec, is not as it should be.
-
-    Attributes:
-        broken: One line for each promise.
-    """
-
-    def __init__(self, where: str, broken: list[str]) -> None:
-        self.broken = tuple(broken)
-        lines = "\n".join(f"  - {line}" for line in broken)
-        super().__init__(f"{where}: {len(broken)} promise(s) broken:\n{lines}")
 
 
 @dataclass(frozen=True)

@@ -327,7 +327,7 @@ def test_what_is_left_is_told_with_its_owner() -> None:
     outcome = il.Engine(adapter).start(task(), batches(size=600)).wait(60)
     assert outcome.residue.bytes == adapter.kept.untyped_storage().nbytes()
     assert [type(left).__name__ for left in outcome.residue.leftovers] == ["Block"]
-    assert ".kept of a Sticky" in str(outcome.residue.leftovers[0].owners)
+    assert ").kept" in str(outcome.residue.leftovers[0].owners)
     del adapter.kept
     assert not LEDGER.live()
 

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
+from interlock.backends.errors import ForeignDevice
+
 from .device import NAME, install, installed, parameters, unavailable
 from .faults import HOWS, POINTS, SimulatedFault, SimulatedLoss, Strike, draw, faults
-from .foreign import ForeignDevice, Found, foreign
+from .foreign import Found, foreign
 from .kernels import Refusal
 from .memory import Allocation, Block, Memory, memory
 from .module import synchronize

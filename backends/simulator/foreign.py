@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from interlock.backends.errors import DeviceUnavailable
+from interlock.backends.errors import ForeignDevice
 
 from .kernels import state
 
@@ -43,10 +43,6 @@ class Found:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.what}"
-
-
-class ForeignDevice(DeviceUnavailable):
-    """Code names CUDA itself where the simulated device is what it runs on."""
 
 
 class _Foreign:

@@ -140,16 +140,20 @@ class Plan:
         call: What computes it.
         indexing: Its indices may stand on the host.
         reshapes: It may change size, strides or storage of its arguments.
+        converts: The positions of arguments that may be tensors, or name a device.
         returns: For an operator that returns its arguments: the position or name of each.
+        writes: The positions or names of the arguments that it changes.
     """
 
-    __slots__ = ("call", "indexing", "name", "reshapes", "returns", "writes")
+    __slots__ = ("call", "converts", "indexing", "name", "reshapes", "returns", "writes")
 
     def __init__(self, operator: Any) -> None:
         schema = operator._schema
         self.name: str = schema.name
         self.call: Callable[..., Any] = operator._op
         self.indexing = self.name in _INDEXING
+        kinds = [str(a.type) for a in schema.arguments if not a.kwarg_only]
+        self.converts = tuple(i for i, kind in enumerate(kinds) if "Tensor" in kind or "Device" in kind)
         out = [a.name for a in schema.arguments if a.is_out]
         self.reshapes = torch.Tag.inplace_view in operator.tags or bool(out)
         written = [
@@ -184,7 +188,11 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         text = "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
         raise RuntimeError(text)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    hosts = [_convert(a, plan, seen) for a in args]
+    hosts = list(args)
+    given = len(hosts)
+    for position in plan.converts:
+        if position < given and hosts[position] is not None:
+            hosts[position] = _convert(hosts[position], plan, seen)
     named = {key: _convert(value, plan, seen) for key, value in kwargs.items()} if kwargs else kwargs
     if struck is not None:
         return _struck(struck, plan, args, kwargs, hosts, named, seen)

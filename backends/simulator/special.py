@@ -170,6 +170,19 @@ def is_pinned(self: torch.Tensor, device: torch.device | None = None) -> bool:
 # Changing what a tensor stands over
 
 
+def as_strided(
+    self: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    """A view, which most others become: no tensor of the host has to be made for it."""
+    struck = faults.passes("operator", "aten::as_strided")
+    made = private.empty_of((0,), self.dtype)
+    offset = self.storage_offset() if storage_offset is None else storage_offset
+    private.put(made, self.untyped_storage(), offset, size, stride)
+    if struck is not None:
+        finish_strike(struck)
+    return made
+
+
 def resize(
     self: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
 ) -> torch.Tensor:
@@ -332,6 +345,7 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "_efficientzerotensor": zeros,
     "_copy_from": copy_from,
     "_copy_from_and_resize": copy_from_and_resize,
+    "as_strided": as_strided,
     "resize_": resize,
     "_local_scalar_dense": item,
     "convolution_overrideable": convolution,
