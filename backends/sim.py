@@ -40,7 +40,7 @@ class SimAdapter(DeviceAdapter):
                 f"parameters are 'replaced' or 'kept' on placement, and not {parameters!r}"
             )
         self._parameters = parameters
-        self._before = 0
+        self._before = simulator.memory.sequence
         self._taken = False
         self._beside = False
 
@@ -105,8 +105,8 @@ class SimAdapter(DeviceAdapter):
 
     @property
     def allocated(self) -> int:
-        """Bytes on the device now, whoever holds them."""
-        return simulator.memory.allocated
+        """Bytes on the device that were taken since this adapter last acquired it, and are still alive."""
+        return sum(block.nbytes for block in simulator.memory.live(after=self._before))
 
     def _measure(self) -> tuple[Leftover, ...] | None:
         blocks = simulator.memory.live(after=self._before)
@@ -121,7 +121,7 @@ class SimAdapter(DeviceAdapter):
         let_go(self)
 
     def _give_back(self) -> None:
-        self._before = 0
+        return
 
 
 _OURS = str(Path(__file__).parents[1])

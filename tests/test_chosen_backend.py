@@ -1,4 +1,4 @@
-"""The contract and the invariant suites on the backend of `--interlock-backend=NAME`; on `double` without it."""
+"""Contract and invariant suites on the backend of `--interlock-backend=NAME`; on `double` without it."""
 
 from __future__ import annotations
 

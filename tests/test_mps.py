@@ -89,7 +89,7 @@ def test_what_is_left_is_told_with_its_owner_and_what_stood_there_is_not() -> No
     adapter = Sticky()
     outcome = il.Engine(adapter).start(task(), batches()).wait(60)
     assert outcome.residue.bytes == adapter.kept.untyped_storage().nbytes()
-    assert ".kept of a Sticky" in str(outcome.residue.leftovers[0].owners)
+    assert ").kept" in str(outcome.residue.leftovers[0].owners)
     assert "mine" not in str(outcome.residue.leftovers[0].owners)
     assert LEDGER.has(mine)
     del adapter.kept

@@ -196,7 +196,8 @@ class Memory:
             self._watching = before
 
     def _blocks(self) -> tuple[Block, ...]:
-        return tuple(_block(sequence, *rest) for sequence, rest in self._live.items())
+        # A copy first: making blocks may set off a collection of garbage, which frees some under our hands.
+        return tuple(_block(sequence, *rest) for sequence, rest in [*self._live.items()])
 
     def _no_room(self, nbytes: int) -> str:
         capacity, used = self.capacity or 0, self.allocated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import threading
@@ -323,6 +324,20 @@ def test_views_share_a_block_and_storages_shrink() -> None:
     assert simulator.memory.allocated == before
     x.untyped_storage().resize_(0)
     assert simulator.memory.allocated == before - 64
+
+
+def test_blocks_may_die_while_they_are_listed() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(1)  # a collection at every chance
+    try:
+        for _ in range(50):
+            cycle: list[Any] = [there(1)]
+            cycle.append(cycle)
+            del cycle
+            simulator.memory.live()
+    finally:
+        gc.set_threshold(*before)
+        gc.collect()
 
 
 def test_memory_is_short_and_told_as_cuda_tells_it() -> None:
