@@ -66,6 +66,7 @@ class Watch:
         self.names: tuple[str, ...] = ()
         self.frozen: tuple[str, ...] = ()
         self.unused: set[str] | None = None
+        self._without: set[str] = set()
         self._start: dict[str, torch.Tensor] = {}
         self._places: Counter[tuple[str, str]] = Counter()
         self._owned: dict[str, set[int]] = {owner: set() for owner in OWNERS}
@@ -102,7 +103,7 @@ class Watch:
             for optimizer in built.values() if hasattr(built, "values") else [built]:
                 if isinstance(optimizer, Optimizer):
                     optimizer.register_step_pre_hook(lambda *_: self._before_update(model))
-                    optimizer.register_step_post_hook(lambda one, *_: self._after_update(one))
+                    optimizer.register_step_post_hook(lambda one, *_: self._after_update(model, one))
             return built
 
         return build
@@ -131,13 +132,18 @@ class Watch:
         self._own("buffers", model.buffers())
 
     def _before_update(self, model: nn.Module) -> None:
+        self._without = self._without_gradient(model)
+
+    def _without_gradient(self, model: nn.Module) -> set[str]:
         named = list(model.named_parameters())
         self._own("gradients", (p.grad for _, p in named if p.grad is not None))
-        without = {name for name, p in named if p.requires_grad and p.grad is None}
-        self.unused = without if self.unused is None else self.unused & without
+        return {name for name, p in named if p.requires_grad and p.grad is None}
 
-    def _after_update(self, optimizer: Optimizer) -> None:
+    def _after_update(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.steps += 1
+        # A closure, as that of LBFGS, makes them inside of the step only.
+        without = self._without & self._without_gradient(model)
+        self.unused = without if self.unused is None else self.unused & without
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         states = [tensor for state in optimizer.state.values() for tensor in held(state)]
         self._own("optimizer state", (tensor for tensor in states if id(tensor) not in mine))

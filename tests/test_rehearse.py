@@ -10,7 +10,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from tools.runs import environment
+from torch import nn
+
+import interlock as il
+from interlock.rehearsal_watch import Watch
 
 TASK = """
 import torch
@@ -120,6 +125,28 @@ def test_one_cell_can_be_tried_alone(tmp_path: Path) -> None:
     assert status == 0, told
     (faults,) = report["faults"]
     assert faults["counts"]["clean"] == 1
+
+
+def test_gradients_that_a_closure_makes_inside_of_the_step_count() -> None:
+    watch = Watch()
+    model = nn.Linear(2, 1)
+    what = watch.task(
+        il.Task(model=model, optimizer=lambda m: torch.optim.LBFGS(m.parameters()), loss=_square)
+    )
+    optimizer: Any = what.optimizer(model)
+
+    def closure() -> torch.Tensor:
+        loss = _square(model, torch.ones(1, 2))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert (watch.steps, watch.unused) == (1, set())
+
+
+def _square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    value: torch.Tensor = model(batch).square().sum()
+    return value
 
 
 @pytest.mark.parametrize("words", [["--quick", "--full"], ["--report", "x.txt"], ["--steps", "0"]], ids=str)
