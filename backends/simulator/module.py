@@ -155,6 +155,8 @@ class _Module(ModuleType):
 
 class _Asked(type):
     def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # asked by whoever looks at any class
+            raise AttributeError(name)
         raise Refusal(_NOT_COMPILED)
 
 
