@@ -19,7 +19,7 @@ from .adapter import DeviceFacts, Leftover
 from .device import DeviceAdapter, amount, bytes_of, causes, tensors_on
 from .errors import DeviceUnavailable
 from .monitors import CUDA
-from .simulator import SimulatedLoss
+from .simulator import SimulatedLoss, private
 from .simulator.device import hold, let_go
 
 
@@ -39,15 +39,10 @@ class SimAdapter(DeviceAdapter):
             raise DeviceUnavailable(
                 f"parameters are 'replaced' or 'kept' on placement, and not {parameters!r}"
             )
+        # Until it is registered the device has another name, and is the same one.
+        super().__init__(torch.device(private.slot(), 0))
         self._parameters = parameters
         self._before = simulator.memory.sequence
-        self._taken = False
-        self._beside = False
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """`sim:0`, once it is registered: until then torch knows no such device."""
-        return torch.device(simulator.NAME, 0) if simulator.installed() else torch.device("meta")
 
     @classmethod
     def unavailable(cls) -> str:

@@ -8,13 +8,13 @@ short; faults strike it by number or by seed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from interlock.backends.errors import ForeignDevice
 
-from .device import NAME, install, installed, parameters, unavailable
+from .device import NAME, install, installed, parameters, taken_by, unavailable
 from .faults import HOWS, POINTS, SimulatedFault, SimulatedLoss, Strike, draw, faults
 from .foreign import Found, foreign
 from .kernels import Refusal
@@ -50,6 +50,7 @@ __all__ = [
     "stacks",
     "striking",
     "synchronize",
+    "taken_by",
     "touched",
     "traced",
     "unavailable",
@@ -93,31 +94,26 @@ def block_of(tensor: torch.Tensor) -> Block | None:
     return memory.block(allocation.sequence) if type(allocation) is Allocation else None
 
 
-@contextmanager
-def capacity(nbytes: int | None) -> Iterator[Memory]:
+def capacity(nbytes: int | None) -> AbstractContextManager[Memory]:
     """Within the block the device has so many bytes in all, those that are taken already among them."""
-    before, memory.capacity = memory.capacity, nbytes
-    try:
-        yield memory
-    finally:
-        memory.capacity = before
+    return _within("capacity", nbytes)
 
 
-@contextmanager
-def stacks() -> Iterator[Memory]:
-    """Within the block each allocation remembers where it was made. Slower, by about 2 us each."""
-    before, memory.stacks = memory.stacks, True
-    try:
-        yield memory
-    finally:
-        memory.stacks = before
+def stacks() -> AbstractContextManager[Memory]:
+    """Within the block each allocation remembers where it was made, which takes time."""
+    return _within("stacks", True)
 
 
-@contextmanager
-def poisoned() -> Iterator[Memory]:
+def poisoned() -> AbstractContextManager[Memory]:
     """Within the block memory that was not written yet reads as NaN."""
-    before, memory.poison = memory.poison, True
+    return _within("poison", True)
+
+
+@contextmanager
+def _within(setting: str, value: int | None) -> Iterator[Memory]:
+    before = getattr(memory, setting)
+    setattr(memory, setting, value)
     try:
         yield memory
     finally:
-        memory.poison = before
+        setattr(memory, setting, before)

@@ -43,20 +43,22 @@ def installed() -> bool:
     return bool(_libraries)
 
 
+def taken_by() -> str:
+    """The name of another device that has torch's one slot for such devices; empty if none has."""
+    name = private.slot()
+    return "" if installed() or name == private.UNTAKEN else name
+
+
 def unavailable() -> str:
     """Why it cannot be registered in this process; empty if it can, or is. Registers nothing."""
     if installed():
         return ""
-    old = private.too_old()
-    if old:
-        return old
-    taken = private.slot()
-    if taken != private.UNTAKEN:
+    if taken_by():
         return (
-            f"PyTorch has one slot for devices that it does not know, and '{taken}' has taken it: start the "
-            "process with TORCH_DEVICE_BACKEND_AUTOLOAD=0, so that no such device is loaded"
+            f"PyTorch has one slot for devices that it does not know, and '{taken_by()}' has taken it: start "
+            "the process with TORCH_DEVICE_BACKEND_AUTOLOAD=0, so that no such device is loaded"
         )
-    return ""
+    return private.too_old()
 
 
 def install() -> None:
@@ -79,6 +81,7 @@ def install() -> None:
         sys.modules["torch.sim"] = made
         state.device = torch.device(NAME, 0)
         storages.patch()
+        private.run_backward_where_it_is_called()
         _libraries.extend(_kernels())
         _libraries.extend(_collectives())
 

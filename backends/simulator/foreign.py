@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,8 +155,7 @@ def _mapped_names(foreign: _Foreign) -> Iterator[None]:
         yield
     finally:
         while undo:
-            with suppress(AttributeError):
-                undo.pop()()
+            undo.pop()()
 
 
 def _told(foreign: _Foreign, what: str, ours: Any) -> Any:

@@ -87,11 +87,22 @@ def host_of(storage: Any) -> torch.UntypedStorage:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the host over the bytes of one of the device."""
+    """A new tensor of the host over the bytes of one of the device, with its marks."""
     made = torch.empty(0, dtype=tensor.dtype, device=HOST)
-    return made.set_(
-        host_of(tensor.untyped_storage()), tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
+    made.set_(host_of(tensor.untyped_storage()), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return marked(made, tensor)
+
+
+def marked(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with the marks of another: that its values are to be read as conjugate, or negative.
+
+    torch resolves them before most operators, but not before those that make views, which hand them on.
+    """
+    if like.is_conj():
+        made = made.conj()
+    if like.is_neg():
+        made = torch._neg_view(made)
+    return made
 
 
 def wrap(made: torch.Tensor, operator: str) -> torch.Tensor:
@@ -107,11 +118,7 @@ def wrap(made: torch.Tensor, operator: str) -> torch.Tensor:
             _remember(storage._simulated, made)  # type: ignore[attr-defined]
     tensor = private.empty_of((0,), made.dtype)
     private.put(tensor, storage, made.storage_offset(), made.size(), made.stride())
-    if made.is_conj():
-        tensor = tensor.conj()
-    if made.is_neg():
-        tensor = torch._neg_view(tensor)
-    return tensor
+    return marked(tensor, made)
 
 
 def _remember(allocation: Allocation, view: torch.Tensor) -> None:
@@ -138,6 +145,7 @@ class Plan:
     Attributes:
         name: With its namespace, without the overload.
         call: What computes it.
+        anyhow: The same, by whichever overload takes a Python number for a tensor.
         indexing: Its indices may stand on the host.
         reshapes: It may change size, strides or storage of its arguments.
         converts: The positions of arguments that may be tensors, or name a device.
@@ -145,12 +153,13 @@ class Plan:
         writes: The positions or names of the arguments that it changes.
     """
 
-    __slots__ = ("call", "converts", "indexing", "name", "reshapes", "returns", "writes")
+    __slots__ = ("anyhow", "call", "converts", "indexing", "name", "reshapes", "returns", "writes")
 
     def __init__(self, operator: Any) -> None:
         schema = operator._schema
         self.name: str = schema.name
         self.call: Callable[..., Any] = operator._op
+        self.anyhow: Callable[..., Any] = operator.overloadpacket
         self.indexing = self.name in _INDEXING
         kinds = [str(a.type) for a in schema.arguments if not a.kwarg_only]
         self.converts = tuple(i for i, kind in enumerate(kinds) if "Tensor" in kind or "Device" in kind)
@@ -190,13 +199,18 @@ def run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     hosts = list(args)
     given = len(hosts)
+    call = plan.call
     for position in plan.converts:
         if position < given and hosts[position] is not None:
-            hosts[position] = _convert(hosts[position], plan, seen)
+            if _plain(hosts[position]):
+                # A number that torch had made a tensor of comes as a number again.
+                call = plan.anyhow
+            else:
+                hosts[position] = _convert(hosts[position], plan, seen)
     named = {key: _convert(value, plan, seen) for key, value in kwargs.items()} if kwargs else kwargs
     if struck is not None:
         return _struck(struck, plan, args, kwargs, hosts, named, seen)
-    out = plan.call(*hosts, **named)
+    out = call(*hosts, **named)
     return _results(plan, out, args, kwargs, seen)
 
 
@@ -230,7 +244,7 @@ def _convert(value: Any, plan: Plan, seen: list[tuple[torch.Tensor, torch.Tensor
 
 
 def _plain(value: Any) -> bool:
-    return type(value) in (int, bool, float)
+    return type(value) in (int, bool, float, complex)
 
 
 def _host_tensor(tensor: torch.Tensor, plan: Plan, seen: Any) -> torch.Tensor:
@@ -245,7 +259,7 @@ def _host_tensor(tensor: torch.Tensor, plan: Plan, seen: Any) -> torch.Tensor:
             raise _mixed(tensor, plan.name)
         zero = tensor._is_zerotensor()  # a derivative that is known to be zero has no memory at all
         host = torch.zeros(tensor.size(), dtype=tensor.dtype, device=HOST) if zero else alias(tensor)
-    elif plan.reshapes:
+    elif plan.reshapes or tensor.is_conj() or tensor.is_neg():
         host = alias(tensor)
     else:
         view = found.view
@@ -292,9 +306,12 @@ def _follow(tensor: torch.Tensor, host: torch.Tensor, name: str) -> None:
     if same and host.storage_offset() == tensor.storage_offset():
         return
     storage: Any = tensor.untyped_storage()
-    if _nbytes(host.untyped_storage()) > storage.nbytes():
-        storage = adopt(host.clone(memory_format=torch.contiguous_format).untyped_storage(), name)
-        private.put(tensor, storage, 0, host.size(), host.stride())
+    grown = host.untyped_storage()
+    if _nbytes(grown) > storage.nbytes():
+        # A result that was too small for its values: these get memory that is counted.
+        fresh = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=HOST).copy_(host)
+        grown.resize_(storage.nbytes())
+        private.put(tensor, adopt(fresh.untyped_storage(), name), 0, fresh.size(), fresh.stride())
     else:
         private.put(tensor, storage, host.storage_offset(), host.size(), host.stride())
 

@@ -1,7 +1,7 @@
 """Every private or experimental call of torch that the simulated device rests on, and nothing else.
 
 Each has a canary test of its own (tests/sim/test_private.py), so that a release of torch that changes one
-is noticed by name. Read with torch 2.10 to 2.13.
+is noticed by name. They were tried with torch 2.13 only; 2.10 is the first release that has them.
 """
 
 from __future__ import annotations
@@ -143,3 +143,18 @@ def give_compiler_part(name: str, part: type) -> None:
 
     common.get_device_op_overrides("cpu")  # the first question loads those of all known devices
     common.device_op_overrides_dict.setdefault(name, object.__new__(part))
+
+
+def run_backward_where_it_is_called() -> None:
+    """Let backward passes run on the thread that asks for them.
+
+    torch gives each kind of device threads of its own for that, once and for all, at the first backward pass
+    of the process; for a device that is registered later there are none, and it ends in an internal error.
+    """
+    before: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return before(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]

@@ -13,7 +13,20 @@ import torch
 
 from . import private
 from .faults import faults
-from .kernels import HOST, Refusal, adopt, alias, finish_strike, host_of, kernel, run, state, undo_half, wrap
+from .kernels import (
+    HOST,
+    Refusal,
+    adopt,
+    alias,
+    finish_strike,
+    host_of,
+    kernel,
+    marked,
+    run,
+    state,
+    undo_half,
+    wrap,
+)
 from .memory import memory
 
 aten = torch.ops.aten
@@ -79,8 +92,8 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     here, there = _on_device(source), _on_device(target)
     point = ("on_device" if here else "to_device") if there else "to_host"
     struck = faults.passes(point, "aten::_copy_from")
-    before = _read(source)
-    after = _read(target)
+    before = alias(source) if here else source
+    after = alias(target) if there else target
     if struck is not None and struck.how == "half":
         old = after.clone()
         after.copy_(before)
@@ -94,18 +107,6 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
 
 def _on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type == state.device.type
-
-
-def _read(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor on the host, with the marks of conjugation and negation that it has."""
-    if not _on_device(tensor):
-        return tensor
-    host = alias(tensor)
-    if tensor.is_conj():
-        host = host.conj()
-    if tensor.is_neg():
-        host = torch._neg_view(host)
-    return host
 
 
 def copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -180,7 +181,7 @@ def as_strided(
     private.put(made, self.untyped_storage(), offset, size, stride)
     if struck is not None:
         finish_strike(struck)
-    return made
+    return marked(made, self)
 
 
 def resize(
@@ -214,60 +215,16 @@ def record_stream(self: torch.Tensor, stream: Any) -> None:
 # Operators that torch would take apart otherwise than on the CPU
 
 
-def convolution(
-    input: Any,  # noqa: A002 - the schema's names
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Any:
+def convolution(*args: Any) -> Any:
     """Devices outside of torch have a convolution of their own to give."""
-    return run(
-        aten.convolution.default,
-        input,
-        weight,
-        bias,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        groups,
-    )
+    return run(aten.convolution.default, *args)
 
 
-def convolution_backward(
-    grad: Any,
-    input: Any,  # noqa: A002
-    weight: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    mask: Any,
-) -> Any:
-    """Its gradients. The size of the bias is that of the output's channels."""
+def convolution_backward(grad: Any, input: Any, weight: Any, *rest: Any) -> Any:  # noqa: A002 - torch's name
+    """Its gradients. torch does not tell such devices the bias's size: that of the output's channels."""
+    transposed, groups = rest[3], rest[5]
     bias = [weight.size(1) * groups if transposed else weight.size(0)]
-    return run(
-        aten.convolution_backward.default,
-        grad,
-        input,
-        weight,
-        bias,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        groups,
-        mask,
-    )
+    return run(aten.convolution_backward.default, grad, input, weight, bias, *rest)
 
 
 _FLASH = 1
@@ -289,7 +246,7 @@ def attention(
     mask = attn_mask
     if query.dim() == 4 and not dropout_p and not enable_gqa:
         q, k, v = (alias(t.detach()).requires_grad_(t.requires_grad) for t in (query, key, value))
-        given = None if mask is None else _read(mask.detach())
+        given = None if mask is None else alias(mask.detach())
         if aten._fused_sdp_choice(q, k, v, given, dropout_p, is_causal, scale=scale) == _FLASH:
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 
 from interlock.backends import simulator
@@ -78,3 +79,25 @@ def test_the_compiler_asks_for_parts_that_are_there_to_be_asked_for() -> None:
         from torch._inductor.codegen import common
     assert callable(common.get_device_op_overrides)
     assert isinstance(common.device_op_overrides_dict, dict)
+
+
+def test_a_part_is_given_to_the_compiler_for_a_device_that_it_does_not_know() -> None:
+    from torch._inductor.codegen import common
+
+    class Part:
+        pass
+
+    private.give_compiler_part("planted", Part)
+    try:
+        assert type(common.get_device_op_overrides("planted")) is Part
+        assert type(common.get_device_op_overrides("cpu")) is not Part
+    finally:
+        del common.device_op_overrides_dict["planted"]
+
+
+def test_a_tensor_may_be_put_over_no_more_than_its_storage() -> None:
+    x = torch.ones(4, device=SIM)
+    for size, offset in ((10, 0), (2, 3)):
+        with pytest.raises(RuntimeError, match="resize"):
+            x.as_strided((size,), (1,), offset)
+    assert x.tolist() == [1.0] * 4

@@ -47,6 +47,18 @@ def test_where_another_device_has_the_slot_it_is_refused_in_one_sentence() -> No
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in told
 
 
+def test_it_may_be_registered_after_a_backward_pass_on_the_host() -> None:
+    told = program(
+        "import torch\nx = torch.ones(3, requires_grad=True); (x * 2).sum().backward()\n"
+        "from interlock.backends import simulator\nsimulator.install()\n"
+        "y = torch.ones(3, device='sim', requires_grad=True); (y * 2).sum().backward()\n"
+        "import threading\nnames = []\n"
+        "y.register_hook(lambda g: names.append(threading.current_thread().name))\n"
+        "(g,) = torch.autograd.grad((y * 3).sum(), y)\nprint(y.grad.tolist(), g.tolist(), names)"
+    )
+    assert told.strip() == "[2.0, 2.0, 2.0] [3.0, 3.0, 3.0] ['MainThread']"
+
+
 def test_an_old_torch_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     assert private.too_old() == "it needs torch 2.10 or newer, and this is 2.9.1+cpu"

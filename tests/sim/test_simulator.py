@@ -7,7 +7,9 @@ import gc
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +58,56 @@ def test_what_is_saved_is_loaded_where_it_is_asked_for(where: str | None) -> Non
     assert loaded["0.weight"].device.type == ("sim" if where is None else where.partition(":")[0])
     assert torch.equal(loaded["0.weight"].cpu(), model[0].weight.cpu())
     assert loaded["view"].untyped_storage().data_ptr() == loaded["base"].untyped_storage().data_ptr()
+
+
+def test_what_is_saved_is_mapped_from_its_file(tmp_path: Path) -> None:
+    torch.save(net().state_dict(), tmp_path / "net.pt")
+    loaded = torch.load(tmp_path / "net.pt", mmap=True, map_location="sim", weights_only=True)
+    assert loaded["0.weight"].device.type == "sim"
+    assert torch.equal(loaded["0.weight"].cpu(), net()[0].weight)
+
+
+def test_it_has_no_generator_of_its_own_and_draws_from_one_of_the_host() -> None:
+    with pytest.raises(NotImplementedError, match="getNewGenerator"):
+        torch.Generator(device="sim")
+    drawn = torch.randn(3, device="sim", generator=torch.Generator().manual_seed(3))
+    assert torch.equal(drawn.cpu(), torch.randn(3, generator=torch.Generator().manual_seed(3)))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda z: z.conj().t(),
+    "row": lambda z: z.conj()[1],
+    "reshaped": lambda z: z.conj().view(4, 3),
+    "imaginary": lambda z: z.conj().imag.t(),
+    "expanded": lambda z: z.conj()[None].expand(2, 3, 4),
+    "parted": lambda z: torch.cat(z.conj().chunk(2, 1)),
+    "multiplied": lambda z: z.mH @ z,
+    "in place": lambda z: z.clone().conj().t().mul_(2j),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_conjugates_are_read_as_conjugates(view: str) -> None:
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    expected = VIEWS[view](z).resolve_conj().resolve_neg()
+    found = VIEWS[view](z.to("sim"))
+    assert torch.equal(found.resolve_conj().resolve_neg().cpu(), expected)
+
+
+def test_a_result_with_gaps_may_be_written_to_a_tensor_that_is_too_small() -> None:
+    a, b = torch.randn(5, 3), torch.randn(5, 2)
+    before = simulator.memory.allocated
+    found = torch.linalg.lstsq(a.to("sim"), b.to("sim")).solution
+    assert torch.allclose(found.cpu(), torch.linalg.lstsq(a, b).solution, atol=1e-5)
+    del found
+    assert simulator.memory.allocated == before
+
+
+def test_a_number_that_torch_had_made_a_tensor_is_one_again() -> None:
+    x, index = torch.randn(3, 3), torch.tensor([[0, 2], [1, 1], [2, 0]])
+    found = torch.take_along_dim(x.to("sim").requires_grad_(), index.to("sim"), 1)
+    found.sum().backward()
+    assert torch.equal(found.detach().cpu(), torch.take_along_dim(x, index, 1))
 
 
 def test_it_can_be_the_device_of_a_block() -> None:
@@ -107,6 +159,22 @@ def test_autocast_lowers_products_and_keeps_losses(dtype: torch.dtype) -> None:
         loss = F.cross_entropy(out, torch.zeros(8, dtype=torch.long, device="sim"))
     loss.backward()
     assert (out.dtype, loss.dtype, model[0].weight.grad.dtype) == (dtype, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("work", "dtype"),
+    [
+        (lambda x: torch.einsum("ij,jk->ik", x, x), torch.bfloat16),
+        (lambda x: F.rms_norm(x.bfloat16(), (4,)), torch.float32),
+        (lambda x: torch.logsumexp(x.bfloat16(), 0), torch.float32),
+        (lambda x: torch.addcmul(x, x.bfloat16(), x.bfloat16()), torch.float32),
+        (lambda x: torch.addcmul(x.bfloat16(), x.bfloat16(), x.bfloat16()), torch.bfloat16),
+        (lambda x: x.double() @ x.double(), torch.float64),
+    ],
+)
+def test_autocast_takes_the_dtype_that_it_takes_on_accelerators(work: Any, dtype: torch.dtype) -> None:
+    with torch.autocast("sim", dtype=torch.bfloat16):
+        assert work(there(4, 4)).dtype == dtype
 
 
 def test_a_scaler_skips_a_step_that_is_not_finite() -> None:
@@ -400,6 +468,55 @@ def test_an_asynchronous_error_comes_out_at_the_next_wait() -> None:
         with pytest.raises(simulator.SimulatedFault):
             simulator.synchronize()
         assert z.tolist() == [3.0, 3.0]
+
+
+PASSED: dict[str, Callable[[], object]] = {
+    "operator": lambda: torch.ones(4, device="sim").add_(1),
+    "to_device": lambda: torch.ones(4).to("sim"),
+    "to_host": lambda: torch.ones(4, device="sim").cpu(),
+    "on_device": lambda: torch.ones(4, device="sim").copy_(torch.ones(4, device="sim")),
+    "allocation": lambda: torch.ones(4, device="sim"),
+    "sync": simulator.synchronize,
+}
+
+
+def _passed_and_waited_for(point: str) -> None:
+    PASSED[point]()
+    simulator.synchronize()
+    simulator.synchronize()  # where the first is what is struck, it comes out here
+
+
+@pytest.mark.parametrize("how", simulator.HOWS)
+@pytest.mark.parametrize("point", simulator.POINTS)
+def test_every_point_can_be_struck_in_every_way(point: str, how: str) -> None:
+    release = threading.Event()
+    release.set()
+    strike = Strike(point, 1, how, seconds=0.0, release=release)
+    raises = {"fails": simulator.SimulatedFault, "half": simulator.SimulatedFault}
+    expected = {**raises, "loses": simulator.SimulatedLoss}.get(how)
+    try:
+        with simulator.striking(strike):
+            if expected is not None:
+                with pytest.raises(expected):
+                    PASSED[point]()
+            elif how == "late":
+                with pytest.raises(simulator.SimulatedFault):
+                    _passed_and_waited_for(point)
+            else:
+                PASSED[point]()
+        assert strike.struck == 1
+    finally:
+        simulator.replug()
+    PASSED[point]()
+
+
+def test_a_slow_strike_takes_its_time() -> None:
+    x = torch.ones(2, device="sim")
+    with simulator.striking(Strike("operator", 1, "slow", match="add_", seconds=0.05)):
+        began = time.monotonic()
+        x.add_(1)
+    assert time.monotonic() - began >= 0.05
+    assert x.tolist() == [2.0, 2.0]
 
 
 def test_a_strike_blocks_until_it_is_released() -> None:
