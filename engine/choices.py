@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def readable(path: Path) -> Path:
         path.open("rb").close()
     except OSError as error:
         raise UsageError(f"'{path}' cannot be read: {error.strerror}") from error
+    return path
+
+
+def writable(path: Path) -> Path:
+    """The path of a file, made sure, without touching it, that it can be written.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"'{path}' cannot be written: it is a folder, or its folder is missing or protected")
     return path
 
 

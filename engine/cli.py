@@ -247,6 +247,11 @@ def _rehearse(this: ArgumentParser) -> None:
     )
     this.add_argument("--no-checkpoints", action="store_true", help="do not save and restore")
     this.add_argument("--seed", type=_whole, default=0, metavar="N", help="of all runs (default: 0)")
+    this.add_argument(
+        "--exit",
+        choices=("offload", "keep", "discard"),
+        help="inject faults with this exit policy only (default: offload; with --full all three)",
+    )
     this.add_argument("--only", metavar="CELL", help="inject one fault only, as a report names it")
     this.add_argument(
         "--state", type=Path, metavar="DIR", help="keep verdicts there, and go on from there if interrupted"
@@ -331,6 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     top = parser()
     options = top.parse_args(arguments)
+    options.words = sys.argv[1:] if arguments is None else list(arguments)
     if options.command is None:
         top.print_help(sys.stderr)
         return 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from argparse import Namespace
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from interlock.specs import Spec
 from interlock.specs.journal import Replay, read_journal, replay
 
 from .checkpoint import Checkpoints
-from .choices import UsageError
+from .choices import UsageError, writable
 from .graphing import SUFFIXES, drawn, format_of, write
 from .journal import refuse_unwritable
 from .loading import task_from
@@ -83,10 +82,7 @@ def _refuse_bad_targets(options: Namespace) -> None:
     if kind not in ("mermaid", "dot", "svg"):
         known = ".svg, .dot, .gv, .mmd or .mermaid"
         raise UsageError(f"'{drawing}': the path that a run takes is drawn to a file ending in {known}")
-    if drawing.is_dir() or not drawing.parent.is_dir() or not os.access(drawing.parent, os.W_OK):
-        raise UsageError(
-            f"'{drawing}' cannot be written: it is a folder, or its folder is missing or protected"
-        )
+    writable(drawing)
     if kind == "svg":
         from interlock.specs.svg import lay_out
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,83 +25,16 @@ from .checkpoint import Checkpoints
 from .copies import trace_copies
 from .engine import Engine
 from .errors import TaskError
+from .options import ExitPolicy
 from .outcome import Outcome
-from .rehearsal_watch import ENGINE, Transfer, Watch, fresh, frozen_batches, mapped
-from .sweep import SweepReport, sweep
+from .rehearsal_report import Finding, Rehearsal
+from .rehearsal_watch import ENGINE, Transfer, Watch, fresh, mapped
+from .session import carry_out
+from .sweep import sweep
 from .task import Data, Task
 
-POLICIES = ("offload", "keep", "discard")
+POLICIES: tuple[ExitPolicy, ...] = ("offload", "keep", "discard")
 Tell = Callable[[str], object]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that a rehearsal has to say.
-
-    Attributes:
-        kind: `order` (the run did not go as it should), `leak`, `policy`, `evaluation`, `restore`, `copy`,
-            `parameters`, `foreign` (code that names a device of its own), `compile`, or `faults` (none was
-            injected).
-        problem: Whether the rehearsal fails because of it; else it is worth a look.
-        text: What, where, and what to do.
-    """
-
-    kind: str
-    problem: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class Rehearsal:
-    """What a rehearsal found.
-
-    Attributes:
-        task: Its name.
-        steps: That the watched run took.
-        findings: Problems first.
-        transfers: The copies between host and device in training, by place.
-        peak: The most bytes that were alive at once.
-        peak_by_owner: The same by what they were for.
-        sweeps: Of the faults, one for each exit policy; none if the task does not run well without any.
-        seconds: That it took.
-    """
-
-    task: str
-    steps: int = 0
-    findings: tuple[Finding, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    peak: int = 0
-    peak_by_owner: Mapping[str, int] = field(default_factory=dict)
-    sweeps: tuple[SweepReport, ...] = ()
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is no problem, and every fault led to a clean end."""
-        swept = bool(self.sweeps) and all(report.ok for report in self.sweeps)
-        return swept and not any(finding.problem for finding in self.findings)
-
-    def as_data(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return {
-            "task": self.task,
-            "ok": self.ok,
-            "steps": self.steps,
-            "findings": [asdict(finding) for finding in self.findings],
-            "transfers": [asdict(transfer) for transfer in self.transfers],
-            "peak_bytes": self.peak,
-            "peak_bytes_by_owner": dict(self.peak_by_owner),
-            "faults": [
-                {
-                    "exit": report.settings.exit,
-                    "points": report.points,
-                    "counts": report.counts,
-                    "not_clean": [asdict(verdict) for verdict in report.broken],
-                }
-                for report in self.sweeps
-            ],
-            "seconds": round(self.seconds, 3),
-        }
 
 
 def rehearse(
@@ -113,8 +47,9 @@ def rehearse(
     checkpoints: bool = True,
     seed: int = 0,
     only: str | None = None,
+    exits: Sequence[ExitPolicy] | None = None,
     state: str | Path | None = None,
-    repeat: Callable[[str], str] | None = None,
+    repeat: Callable[[str, ExitPolicy], str] | None = None,
     progress: bool | None = None,
     tell: Tell = lambda _: None,
 ) -> Rehearsal:
@@ -129,8 +64,9 @@ def rehearse(
         checkpoints: Also save and go on from a checkpoint, in a temporary folder.
         seed: Of all runs.
         only: The id of one cell of the fault sweep, which alone is tried.
+        exits: With which exit policies faults are injected; by default `offload` if `quick`, else all.
         state: Folder in which the sweep's verdicts are kept, so that it can go on after an interruption.
-        repeat: As for `interlock.sweep.sweep`.
+        repeat: Makes a command that tries one cell again, from its id and the exit policy.
         progress: A progress bar for the sweep; by default where the standard error stream is a terminal.
         tell: Told what is done next.
 
@@ -156,7 +92,7 @@ def rehearse(
         told = "no fault was injected: mend the problems above first, which a run without any has"
         found = replace(found, findings=(*found.findings, Finding("faults", True, told)))
     else:
-        for policy in POLICIES[:1] if quick or only else POLICIES:
+        for policy in exits or (POLICIES[:1] if quick or only else POLICIES):
             tell(f"faults, exit {policy}")
             kept = Path(state) / f"{policy}.jsonl" if state is not None else None
             sweeps.append(
@@ -164,19 +100,23 @@ def rehearse(
                     replace(stage.task, compile=False),
                     stage.data,
                     backend=stage.adapter,
-                    exit=policy,  # type: ignore[arg-type]
+                    exit=policy,
                     batches=min(steps, 2),
                     checkpoints=checkpoints and not quick,
                     quick=quick and only is None,
                     seed=seed,
                     only=only,
                     state=kept,
-                    repeat=repeat,
+                    repeat=None if repeat is None else partial(_again, repeat, policy),
                     progress=progress,
                 )
             )
     findings = tuple(sorted(found.findings, key=lambda finding: not finding.problem))
     return replace(found, findings=findings, sweeps=tuple(sweeps), seconds=time.monotonic() - began)
+
+
+def _again(repeat: Callable[[str, ExitPolicy], str], policy: ExitPolicy, cell: str) -> str:
+    return repeat(cell, policy)
 
 
 def _spoilt(found: Rehearsal) -> bool:
@@ -191,10 +131,10 @@ def _few(task: Task, data: Any, steps: int) -> Data:
         given = task.data()
     if not isinstance(given, Data):
         given = Data(*given) if isinstance(given, tuple) and len(given) == 2 else Data(given)
-    train = frozen_batches(given.train, steps)
+    train = list(islice(given.train, steps))
     if not train:
         raise TaskError(f"the data of task '{task.name}' has no batch in it")
-    return Data(train, frozen_batches(given.validate, 1) if given.validate is not None else None)
+    return Data(train, list(islice(given.validate, 1)) if given.validate is not None else None)
 
 
 class _Stage:
@@ -209,8 +149,8 @@ class _Stage:
         self._seed = seed
         self._tell = tell
 
-    def _run(self, task: Task, *, epochs: int = 1, exit: str = "offload", **more: Any) -> Outcome:  # noqa: A002
-        engine = Engine(self.adapter(), exit=exit, seed=self._seed, report_every=1)  # type: ignore[arg-type]
+    def _run(self, task: Task, *, epochs: int = 1, policy: ExitPolicy = "offload", **more: Any) -> Outcome:
+        engine = Engine(self.adapter(), exit=policy, seed=self._seed, report_every=1)
         run = engine.start(task, self.data.train, validate=self.data.validate, epochs=epochs, **more)
         return run.wait()
 
@@ -224,8 +164,6 @@ class _Stage:
             # On this thread, since code that names a device of its own is seen on the thread of the block.
             with simulator.foreign("map") as places:
                 session = engine._session(task, engine._plan(task, self.data.train, self.data.validate, 1))
-                from .session import carry_out
-
                 outcome = carry_out(session)
             blocks, peak = memory.at_peak or (), memory.peak
         findings = [*self._of_run(outcome), *_leaks(outcome)]
@@ -256,7 +194,7 @@ class _Stage:
         for policy in POLICIES:
             self._tell(f"exit {policy}")
             before = simulator.memory.allocated
-            outcome = self._run(replace(self.task, model=fresh(self.task), compile=False), exit=policy)
+            outcome = self._run(replace(self.task, model=fresh(self.task), compile=False), policy=policy)
             if outcome.status != "finished" or not outcome.ok or outcome.residue.bytes != 0:
                 found.append(Finding("policy", True, f"exit {policy}: {outcome}, residue {outcome.residue}"))
             del outcome
@@ -310,7 +248,7 @@ def _apart(one: nn.Module | None, other: nn.Module | None) -> list[str]:
 
 def _equal(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
-        return True
+        return True  # an extra state: what it is, and how it compares, is the module's
     return isinstance(other, torch.Tensor) and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
 
 

@@ -10,7 +10,7 @@ import copy
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -64,7 +64,6 @@ class Watch:
         self.steps = 0
         self.training = False
         self.names: tuple[str, ...] = ()
-        self.frozen: tuple[str, ...] = ()
         self.unused: set[str] | None = None
         self._without: set[str] = set()
         self._start: dict[str, torch.Tensor] = {}
@@ -126,7 +125,6 @@ class Watch:
     def _see_model(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
         self.names = tuple(name for name, p in named.items() if p.requires_grad)
-        self.frozen = tuple(name for name, p in named.items() if not p.requires_grad)
         self._start = {name: named[name].detach().cpu() for name in self.names}
         self._own("parameters", named.values())
         self._own("buffers", model.buffers())
@@ -217,13 +215,3 @@ def _place() -> str:
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return BACKWARD
-
-
-def frozen_batches(batches: Any, count: int) -> list[Any]:
-    """The first batches of something, so that each run sees the same ones."""
-    found: list[Any] = []
-    iterator: Iterator[Any] = iter(batches)
-    for _, batch in zip(range(count), iterator, strict=False):
-        found.append(batch)
-    del iterator
-    return found

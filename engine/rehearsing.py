@@ -11,12 +11,12 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .choices import UsageError
+from .choices import UsageError, writable
 from .loading import task_from
 from .messages import say, warn
 
 if TYPE_CHECKING:
-    from .rehearsal import Rehearsal
+    from .rehearsal_report import Rehearsal
 
 _ALONE = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Set to 0, torch loads no device that a package brings."""
@@ -31,9 +31,9 @@ def run_rehearse(options: Namespace) -> int:
     _refuse_bad_targets(options)
     from interlock.backends import simulator
 
-    if "has taken it" in simulator.unavailable() and os.environ.get(_ALONE) != "0":
-        warn("interlock: another package has PyTorch's one slot for devices; rehearsing in a process alone")
-        words = [sys.executable, "-m", "interlock", *sys.argv[1:]]
+    if simulator.taken_by() and os.environ.get(_ALONE) != "0":
+        warn(f"interlock: '{simulator.taken_by()}' has PyTorch's one slot for devices; rehearsing without it")
+        words = [sys.executable, "-m", "interlock", *options.words]
         return subprocess.run(words, env={**os.environ, _ALONE: "0"}, check=False).returncode
     from .rehearsal import rehearse
 
@@ -48,7 +48,8 @@ def run_rehearse(options: Namespace) -> int:
             seed=options.seed,
             only=options.only,
             state=options.state,
-            repeat=lambda cell: _again(options, cell),
+            exits=None if options.exit is None else [options.exit],
+            repeat=lambda cell, policy: _again(options, cell, policy),
             progress=False if quiet else None,
             tell=(lambda _: None) if quiet else (lambda what: warn(f"interlock: {what}")),
         )
@@ -64,29 +65,26 @@ def _refuse_bad_targets(options: Namespace) -> None:
     report: Path | None = options.report
     if report is not None and report.suffix not in (".json", ".xml"):
         raise UsageError(f"'{report}': a report is written to a file ending in .json or .xml (JUnit)")
-    if options.full and options.quick:
-        raise UsageError("--quick and --full exclude each other")
+    if report is not None:
+        writable(report)
 
 
-def _again(options: Namespace, cell: str) -> str:
+def _again(options: Namespace, cell: str, policy: str) -> str:
     words = ["interlock", "rehearse", options.task, "--only", cell, "--seed", str(options.seed)]
+    if policy != "offload":
+        words += ["--exit", policy]
     if options.steps != 3:
         words += ["--steps", str(options.steps)]
     if options.parameters != "replaced":
         words += ["--parameters", options.parameters]
-    if options.full:
-        words.append("--full")
+    words += ["--full"] * options.full + ["--no-checkpoints"] * options.no_checkpoints
     return shlex.join(words)
 
 
 def _write(report: Path | None, found: Rehearsal) -> None:
-    if report is None:
-        return
-    if report.suffix == ".json":
-        report.write_text(json.dumps(found.as_data(), indent=1) + "\n")
-        return
-    for number, swept in enumerate(found.sweeps):
-        swept.write(report if not number else report.with_stem(f"{report.stem}-{swept.settings.exit}"))
+    if report is not None:
+        text = found.as_junit() if report.suffix == ".xml" else json.dumps(found.as_data(), indent=1) + "\n"
+        report.write_text(text, encoding="utf-8")
 
 
 def _show(found: Rehearsal) -> None:

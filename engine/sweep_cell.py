@@ -36,6 +36,8 @@ def tried(bench: Bench, cell: Cell, reference: Reference, repeat: str) -> tuple[
             "undetermined",
             ["the cell could not be judged:", *traceback.format_exc().splitlines()],
         )
+        if bench.device.lost():
+            bench.device.replug()  # or no later cell could be judged
     return verdict_of(cell, status, lines, repeat, time.monotonic() - began), hangs
 
 

@@ -13,21 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlock.specs.semantics import endings
+
 from .batches import held
 from .errors import DeadlinePassed
 from .evidence import graph
 from .residency import slots
 from .sweep_points import Cell
 from .sweep_run import Seen
-
-RELEASES = {
-    "dropping": "optimizer",
-    "homing": "model",
-    "keeping": "model",
-    "discarding": "model",
-    "freeing": "device",
-}
-"""Phase of a release -> what it gives back."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +111,10 @@ def released(case: Case) -> Iterator[str]:
 
 def _due(case: Case) -> set[str]:
     """The resources of which two releases failed, or one did not return."""
-    failed = [RELEASES[e.source] for e in case.history if e.source in RELEASES and _is_fault(e.event)]
-    late = {RELEASES[e.source] for e in case.history if e.source in RELEASES and e.event == "abandon"}
+    ended_by = endings(case.seen.slot.lifecycle.spec) if case.seen.slot is not None else {}
+    on_the_way = [entry for entry in case.history if entry.source in ended_by]
+    failed = [ended_by[entry.source] for entry in on_the_way if _is_fault(entry.event)]
+    late = {ended_by[entry.source] for entry in on_the_way if entry.event == "abandon"}
     due = late | {name for name in failed if failed.count(name) > 1}
     if any(entry.event in ("lose", "write_off") for entry in case.history):
         due |= set(case.endings) - {name for name, how in case.endings.items() if how != "abandoned"}
@@ -187,13 +182,13 @@ def device_empty(case: Case) -> Iterator[str]:
     late = bool(outcome.abandoned) or _came(case, "rescue")
     holds = case.cell.fault == "blocks" and late and seen.after is not None
     # A model that was given up stands, where placement keeps Parameters, on the device until it is dropped.
-    holds = holds or case.endings.get("model") == "abandoned"
-    if residue.bytes and not holds:
+    stands = _bytes(seen.adapter, outcome.model) if _may_stay(case) else 0
+    given_up = case.endings.get("model") == "abandoned" and residue.bytes == stands
+    if residue.bytes and not (holds or given_up):
         yield f"the residue is {residue}"
     if seen.before is None or seen.after is None or lost:
         return
-    stays = _bytes(seen.adapter, outcome.model) if _may_stay(case) else 0
-    more = seen.after - seen.before - stays
+    more = seen.after - seen.before - stands
     if more:
         yield f"{more} bytes more than before the run are on the device"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -178,10 +178,14 @@ class SweepReport:
 
     def as_junit(self) -> str:
         """The report as JUnit XML: one test case a cell."""
+        return junit([self.suite()])
+
+    def suite(self) -> ElementTree.Element:
+        """The same as one of the suites of such a file."""
         counts = self.counts
         suite = ElementTree.Element(
             "testsuite",
-            name=_clean(f"fault sweep of {self._title()}"),
+            name=clean(f"fault sweep of {self._title()}"),
             tests=str(len(self.verdicts)),
             failures=str(counts["broken"]),
             errors=str(counts["undetermined"] + counts["never struck"]),
@@ -192,24 +196,37 @@ class SweepReport:
             case = ElementTree.SubElement(
                 suite,
                 "testcase",
-                classname=_clean(f"sweep.{self.settings.backend}.{verdict.group}"),
-                name=_clean(verdict.cell),
+                classname=clean(f"sweep.{self.settings.backend}.{verdict.group}"),
+                name=clean(verdict.cell),
                 time=f"{verdict.seconds:.3f}",
             )
             if verdict.status == "clean":
                 continue
             kind = "failure" if verdict.status == "broken" else "error"
             first = verdict.lines[0] if verdict.lines else verdict.status
-            told = ElementTree.SubElement(case, kind, type=verdict.status, message=_clean(first))
-            told.text = _clean("\n".join([FAULTS[verdict.fault], *verdict.lines, f"again: {verdict.repeat}"]))
-        suites = ElementTree.Element("testsuites")
-        suites.append(suite)
-        ElementTree.indent(suites)
-        return ElementTree.tostring(suites, encoding="unicode", xml_declaration=True) + "\n"
+            told = ElementTree.SubElement(case, kind, type=verdict.status, message=clean(first))
+            told.text = clean("\n".join([FAULTS[verdict.fault], *verdict.lines, f"again: {verdict.repeat}"]))
+        return suite
 
 
-def _clean(text: str) -> str:
-    """Without the characters that XML cannot have."""
+def junit(suites: Iterable[ElementTree.Element]) -> str:
+    """A file of JUnit XML.
+
+    Args:
+        suites: What is in it.
+    """
+    root = ElementTree.Element("testsuites")
+    root.extend(suites)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def clean(text: str) -> str:
+    """A text without the characters that XML cannot have.
+
+    Args:
+        text: Any.
+    """
     return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
 
 

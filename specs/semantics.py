@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .model import EVERY, Effect, Spec, Status, Transition, Verb
+from .model import EVERY, Effect, Kind, Spec, Status, Transition, Verb
 
 A, P, W, F, L = Status.ABSENT, Status.PARTIAL, Status.WHOLE, Status.FAULTED, Status.LOST
 
@@ -170,3 +170,14 @@ class Rule:
 def start(spec: Spec) -> Config:
     """The configuration in which every run begins: nothing is held."""
     return Config(spec.initial, (A,) * len(spec.resources), tuple(a.initial for a in spec.automata))
+
+
+def endings(spec: Spec) -> dict[str, str]:
+    """In-flight phase whose end is that of a resource -> the resource."""
+    return {
+        phase.name: effect.resource
+        for phase in spec.phase.values()
+        if phase.kind is Kind.FLIGHT
+        for effect in spec.by_source[phase.name][phase.done].declared
+        if effect.verb in (Verb.RELEASES, Verb.TRANSFERS)
+    }

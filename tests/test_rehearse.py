@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from tools.runs import environment
 from torch import nn
 
 import interlock as il
+from interlock.cli import parser
 from interlock.rehearsal_watch import Watch
+from interlock.rehearsing import _again
 
 TASK = """
 import torch
@@ -85,7 +88,9 @@ def test_a_good_task_passes_and_every_fault_ends_clean(tmp_path: Path) -> None:
     assert (owners["parameters"], owners["gradients"]) == (size, size)
     assert sum(owners.values()) == report["peak_bytes"]
     suite = ElementTree.parse(tmp_path / "report.xml").getroot()
-    assert len(list(suite.iter("testcase"))) == faults["counts"]["clean"]
+    cases = [case.get("classname") for case in suite.iter("testcase")]
+    assert cases.count("rehearsal") == 1
+    assert len(cases) - 1 == faults["counts"]["clean"]
 
 
 def test_an_item_in_the_loop_is_found_with_its_line(tmp_path: Path) -> None:
@@ -149,7 +154,55 @@ def _square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return value
 
 
-@pytest.mark.parametrize("words", [["--quick", "--full"], ["--report", "x.txt"], ["--steps", "0"]], ids=str)
+def test_a_report_has_the_problems_where_nothing_could_be_injected(tmp_path: Path) -> None:
+    status, report, told = rehearse(
+        tmp_path, "--report", str(tmp_path / "r.xml"), parameters="model.a.parameters()"
+    )
+    assert status == 1, told
+    root = ElementTree.parse(tmp_path / "r.xml").getroot()
+    kinds = [failure.get("type") for failure in root.iter("failure")]
+    assert kinds == [finding["kind"] for finding in report["findings"] if finding["problem"]]
+    assert kinds == ["order", "faults"]
+
+
+def test_a_cell_is_tried_again_with_its_own_exit_policy(tmp_path: Path) -> None:
+    options = parser().parse_args(["rehearse", "train.py:task", "--full", "--steps", "2", "--no-checkpoints"])
+    command = _again(options, "hook.loss[1] before: error", "keep")
+    parsed = parser().parse_args(shlex.split(command)[1:])
+    assert (parsed.only, parsed.exit, parsed.steps) == ("hook.loss[1] before: error", "keep", 2)
+    assert parsed.full
+    assert parsed.no_checkpoints
+    status, report, told = rehearse(tmp_path, "--only", parsed.only, "--exit", "keep")
+    assert status == 0, told
+    assert [faults["exit"] for faults in report["faults"]] == ["keep"]
+
+
+def test_where_another_device_has_the_slot_a_process_without_it_rehearses(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(TASK.replace("EXTRA", "pass").replace("PARAMETERS", "model.parameters()"))
+    words = ["rehearse", f"{file}:task", "--json", "--only", "hook.loss[1] before: error"]
+    text = (
+        "import sys, torch\ntorch.utils.rename_privateuse1_backend('other')\n"
+        f"from interlock.cli import main\nsys.exit(main({words!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'other' has PyTorch's one slot for devices" in done.stderr
+    assert json.loads(done.stdout)["ok"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--quick", "--full"], ["--report", "x.txt"], ["--report", "no/x.xml"], ["--steps", "0"]],
+    ids=str,
+)
 def test_a_wrong_command_line_begins_nothing(tmp_path: Path, words: list[str]) -> None:
     status, report, told = rehearse(tmp_path, *words)
     assert status == 2

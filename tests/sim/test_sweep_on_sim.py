@@ -10,6 +10,7 @@ import torch
 from tools.small import batches, task
 
 import interlock as il
+from interlock import sweep_cell
 from interlock.backends import simulator
 from interlock.backends.sim import SimAdapter
 from interlock.sweep import SweepReport, Verdict, enumerate_points, sweep
@@ -55,6 +56,18 @@ def test_faults_of_the_device_are_clean(policy: str) -> None:
         "blocks",
         "slow",
     }
+
+
+def test_a_judge_that_breaks_off_leaves_no_dead_device_to_later_cells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(case: Any) -> list[str]:
+        raise AttributeError("the judge's own")
+
+    monkeypatch.setattr(sweep_cell, "judged", breaks)
+    report = swept(only="device.to_device[1] during: loses")
+    assert "could not be judged" in str(report)
+    assert not simulator.lost()
 
 
 def test_faults_of_hooks_and_calls_are_clean_too() -> None:
