@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from interlock.specs import Spec
+from interlock.specs.semantics import endings
 
 from . import facts, leases
 from .deadline import bounded
@@ -29,8 +30,12 @@ class Work(Phases):
     def actions(self, spec: Spec) -> dict[str, Callable[[], None]]:
         """In-flight phase of the spec -> what is done in it.
 
+        A phase in which a resource of the backend ends needs no action: its release is carried out there. If
+        it has one, that is how the resource ends on this way.
+
         Raises:
-            TaskError: The backend has an action for a phase that is the engine's own.
+            TaskError: The backend has an action for a phase that is the engine's own, or none for one that
+                its monitor adds.
         """
         keep = Release("handing the model over", self._on_registry(Registry.keep_model))
         discard = Release("discarding the model", self._on_registry(Registry.discard_model))
@@ -59,7 +64,16 @@ class Work(Phases):
         }
         theirs = self._adapter.actions()
         self._refuse_clash("actions", "phase", own, theirs)
-        return own | {phase: self._of_backend(action, spec, phase) for phase, action in theirs.items()}
+        ending = {phase: resource for phase, resource in endings(spec).items() if phase not in own}
+        added = {phase.name for phase in self._adapter.monitor.phases} & set(spec.phase)
+        silent = sorted(added - set(theirs) - set(ending))
+        if silent:
+            raise TaskError(
+                f"actions() of backend '{self._adapter.name}' says nothing of {facts.some(silent)}, which "
+                "its monitor adds: say what is done there, `lambda model: None` if it is nothing"
+            )
+        done = {name: self._of_backend(theirs[name], spec, name) for name in theirs if name not in ending}
+        return own | done | {name: self._end(ending[name], name, theirs.get(name)) for name in ending}
 
     def releases(self) -> dict[str, Release]:
         """Resource -> how it is given back.
@@ -124,6 +138,14 @@ class Work(Phases):
                 method(self._registry, *(payload if takes else ()))
 
         return call
+
+    def _end(
+        self, resource: str, phase: str, action: Callable[[nn.Module | None], None] | None
+    ) -> Callable[[], None]:
+        """The release of a resource of the backend: as registered, or in the way of this phase."""
+        what = f"what the backend does in phase '{phase}'"
+        how = None if action is None else Release(what, nothing, lambda: action(self.model))
+        return lambda: self._stack.release(resource, how)
 
     def _of_backend(
         self, action: Callable[[nn.Module | None], None], spec: Spec, phase: str

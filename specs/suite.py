@@ -32,7 +32,7 @@ from .errors import BrokenPromise, MissingExtra, SpecError
 from .lifecycles import TRAINING
 from .suite_device import ERRORS, POINTS, Strike, Watch
 from .suite_life import LEASES, Exit, Life
-from .suite_operations import LEAVING, OPERATIONS
+from .suite_operations import LEAVING, OPERATIONS, added
 from .suite_paths import (
     Case,
     SpecSuite,
@@ -323,7 +323,8 @@ def machine_for(
     batches = tuple(islice(given, 8))
     if not batches:
         raise SpecError(f"the suite of task '{what.name}'", ["it has no batches: pass `data=` with some"])
-    setup = Setup(make, what, batches, compose(TRAINING, adapter.monitor), tolerance, deadline)
+    spec = compose(TRAINING, adapter.monitor)
+    setup = Setup(make, what, batches, spec, tolerance, deadline, added(spec, adapter.monitor))
     name = "RunsOn_" + re.sub(r"\W", "_", adapter.name)
     module: str = sys._getframe(1).f_globals.get("__name__", "__main__")
     printed = partial(preamble, name, module, backend, task, data, tolerance)

@@ -34,11 +34,19 @@ def promises_at_rest(life: Life) -> Iterator[str]:
         yield from _ties(life, model)
     if model is not None and optimizers and plain.resting:
         yield from _bound(list(optimizers), model)
+        yield from _survives(life, sum(len(optimizer.state) for optimizer in optimizers))
     if not plain.held and life.watch.copies and life.model is not None:
         left = life.watch.resident()
         if left:
             yield f"nothing is held in phase '{plain.state}', and {left} bytes are on the device"
         yield from _stands(life, life.model)
+
+
+def _survives(life: Life, parameters: int) -> Iterator[str]:
+    """What an optimizer has learnt of its parameters is not forgotten while the run goes on."""
+    if parameters < life.remembered:
+        yield f"the optimizer had state for {life.remembered} parameters, and has it for {parameters}"
+    life.remembered = parameters
 
 
 def promises_once_closed(life: Life) -> Iterator[str]:

@@ -19,7 +19,7 @@ from interlock.errors import StaleHandle
 from .errors import BrokenPromise
 from .model import Kind
 from .suite_device import ERRORS, Lost, Process, Strike, Watch
-from .suite_operations import LEAVING, METHODS, OPERATIONS, WAITS
+from .suite_operations import LEAVING, METHODS, OPERATIONS, WAITS, operation
 from .suite_paths import refused
 from .suite_plain import Plain
 from .suite_setup import Setup, named, tensors_of
@@ -64,6 +64,7 @@ class Life:
         self.originals: dict[str, torch.Tensor] = {}
         self.trains: dict[str, bool] = {}
         self.steps = 0
+        self.remembered = 0
         self.pending = False
         """Whether steps were taken that the history does not tell of yet: it does with the next event."""
         self._updates = 0
@@ -132,7 +133,8 @@ class Life:
     def operations(self) -> list[str]:
         """The events that can be fired now, by whoever drives a run."""
         now = self.now
-        found = [event for event in OPERATIONS if now.may(event) or self._detour(now, event)]
+        drivable = (*OPERATIONS, *self.setup.added)
+        found = [event for event in drivable if now.may(event) or self._detour(now, event)]
         if self.session.stepping.at_rest:
             return found
         return [event for event in found if event not in WAITS]  # gradients wait for their update first
@@ -230,7 +232,7 @@ class Life:
         if event == "leave":
             self.created.__exit__(None, None, None)
         else:
-            OPERATIONS[event](self)
+            operation(event)(self)
 
     def _refuse(self, event: str) -> None:
         calls, stack = self.watch.calls, self.session.driver.stack.names

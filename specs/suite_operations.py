@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from interlock import Placed, Ready, Training
 
+from .compose import Monitor
+from .model import Kind, Spec
+
 if TYPE_CHECKING:
     from .suite_life import Life
 
@@ -114,6 +117,18 @@ OPERATIONS: dict[str, Callable[[Life], None]] = {
     **{event: _leave_with(name) for event, name in LEAVING.items()},
 }
 """Event -> how it is brought about: by the public phase handles where there is one."""
+
+
+def added(spec: Spec, monitor: Monitor) -> tuple[str, ...]:
+    """Events that a monitor adds before the exit, and that no operation of every backend stands for."""
+    events = [t.event for t in monitor.transitions if spec.phase[t.source].kind in (Kind.STABLE, Kind.WORK)]
+    return tuple(dict.fromkeys(event for event in events if event not in (*OPERATIONS, "abandon")))
+
+
+def operation(event: str) -> Callable[[Life], None]:
+    """How an event is brought about: one of `OPERATIONS`, or for one that a monitor adds, by itself."""
+    return OPERATIONS.get(event) or (lambda life: life.session.perform(lambda: life.session.driver.do(event)))
+
 
 METHODS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "place": ("created", lambda handle: handle.place()),

@@ -28,6 +28,7 @@ class Setup:
         spec: The lifecycle of the backend.
         tolerance: By how much weights may differ from those of an undisturbed run.
         deadline: Seconds for each backend call on the way out.
+        added: Events that the backend's monitor adds before the exit; most have none.
         weights: Steps (and what was on lease) -> the state of the model after an undisturbed run of so many.
     """
 
@@ -37,6 +38,7 @@ class Setup:
     spec: Spec
     tolerance: float = 0.0
     deadline: float = 30.0
+    added: tuple[str, ...] = ()
     weights: dict[tuple[Any, ...], dict[str, torch.Tensor]] = field(default_factory=dict)
 
     def batch(self, step: int) -> Any:

@@ -327,7 +327,9 @@ def test_what_is_left_is_told_with_its_owner() -> None:
     outcome = il.Engine(adapter).start(task(), batches(size=600)).wait(60)
     assert outcome.residue.bytes == adapter.kept.untyped_storage().nbytes()
     assert [type(left).__name__ for left in outcome.residue.leftovers] == ["Block"]
-    assert ").kept" in str(outcome.residue.leftovers[0].owners)
+    (owner,) = outcome.residue.leftovers[0].owners
+    assert "local 'adapter' of" in str(owner)
+    assert str(owner).endswith(").kept")
     del adapter.kept
     assert not LEDGER.live()
 

@@ -63,6 +63,7 @@ def test_each_example_runs(tmp_path: Path, name: str):
         "chars.py": "of the characters foreseen",
         "embed.py": "serving: the point (0.1, -0.2) lies inside the circle",
         "fails.py": "broken: failed, clean, after 25 steps",
+        "backend.py": "the shelf's lifecycle is proved: ",
         "gan.py": "the generator's points are ",
         "lbfgs.py": "fitted: slopes [2.0, -1.0, 0.5], offset 3.0",
         "thaw.py": "thawed in 2 steps: accuracy 0.9",

@@ -298,6 +298,7 @@ def test_a_subclass_that_wraps_runs_no_code_and_its_content_counts() -> None:
 def test_residue_of_a_library_is_named_and_not_blamed() -> None:
     module = types.ModuleType("torch._inductor.planted")
     sys.modules[module.__name__] = module
+    before = leaks.census(counts)
     try:
         found = left(lambda: setattr(module, "cache", {1: marked()}))
         assert [leak.residue for leak in found] == ["the compiler's caches, kept for the next call"]
@@ -305,7 +306,7 @@ def test_residue_of_a_library_is_named_and_not_blamed() -> None:
         assert "not blamed" in leaks.render(found)
         # What somebody else holds as well is blamed.
         hold("too", module.__dict__["cache"])
-        both = leaks.since(leaks.Census(counts, {}), seconds=60)
+        both = leaks.since(before, seconds=60)
         assert [leak.residue for leak in both] == [""]
         assert both[0].owners == (f"global {__name__}.HELD['too'][1]",)
     finally:

@@ -89,8 +89,10 @@ def test_what_is_left_is_told_with_its_owner_and_what_stood_there_is_not() -> No
     adapter = Sticky()
     outcome = il.Engine(adapter).start(task(), batches()).wait(60)
     assert outcome.residue.bytes == adapter.kept.untyped_storage().nbytes()
-    assert ").kept" in str(outcome.residue.leftovers[0].owners)
-    assert "mine" not in str(outcome.residue.leftovers[0].owners)
+    (owner,) = outcome.residue.leftovers[0].owners
+    assert "local 'adapter' of" in str(owner)
+    assert str(owner).endswith(").kept")
+    assert "mine" not in str(owner)
     assert LEDGER.has(mine)
     del adapter.kept
     assert il.Engine(PretendedMps()).fit(task(), batches()).residue.bytes == 0
