@@ -326,6 +326,69 @@ def test_end(device_empty):
     result.stdout.no_fnmatch_line("*local 'mine'*")
 
 
+# Beside other plug-ins: workers, random order, reruns
+
+MIXED = """
+@pytest.mark.parametrize("n", range(6))
+def test_clean(n, device_empty, process_clean): tensor()
+@pytest.mark.parametrize("n", range(3))
+def test_leaks(n, device_empty): KEPT.append(tensor())
+def test_thread(process_clean):
+    import threading
+    threading.Thread(target=threading.Event().wait, daemon=True, name="planted").start()
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("-p", "xdist", "-n", "2"), id="workers"),
+        pytest.param(("--random-order", "--random-order-seed=1"), id="random order"),
+        pytest.param(("--random-order", "--random-order-seed=2", "-n", "2"), id="both"),
+    ],
+)
+def test_the_same_tests_fail_in_any_order_and_in_workers(
+    pytester: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    result = inner(pytester, MIXED, "-rE", *options)
+    result.assert_outcomes(passed=10, errors=4)
+    for name in ("test_leaks[[]0]", "test_leaks[[]1]", "test_leaks[[]2]", "test_thread"):
+        result.stdout.fnmatch_lines([f"ERROR *::{name}*"])
+    result.stdout.no_fnmatch_line("ERROR *::test_clean*")
+
+
+def test_a_rerun_is_compared_with_what_the_first_attempt_left(pytester: pytest.Pytester) -> None:
+    result = inner(
+        pytester,
+        """
+from interlock.backends import simulator
+TRIES = []
+
+def test_flaky(device_empty, process_clean):
+    assert simulator.memory.allocated == 0  # the first attempt's traceback pins nothing
+    mine = tensor()
+    TRIES.append(len(TRIES))
+    assert TRIES == [0, 1]
+
+def test_leaks_once(device_empty):
+    if len(TRIES) == 2:
+        KEPT.append(tensor())
+    TRIES.append(len(TRIES))
+
+def test_leaks_and_fails(device_empty):
+    KEPT.append(tensor())
+    assert 0
+""",
+        "--reruns=2",
+        "-rE",
+    )
+    seen = result.parseoutcomes()
+    assert (seen["failed"], seen["errors"]) == (1, 1)
+    result.stdout.fnmatch_lines(["ERROR *::test_leaks_and_fails*"])
+    result.stdout.no_fnmatch_line("*ERROR at teardown of test_flaky*")
+    result.stdout.no_fnmatch_line("*ERROR at teardown of test_leaks_once*")  # of the last attempt
+
+
 def test_the_process_is_checked(pytester: pytest.Pytester) -> None:
     result = inner(
         pytester,
