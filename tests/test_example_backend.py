@@ -141,7 +141,7 @@ def test_the_page_shows_the_example_as_it_is() -> None:
     shown = re.findall(
         r"<!-- not run: a part of examples/backend\.py.*?-->\n```python\n(.*?)```", page, re.DOTALL
     )
-    assert len(shown) >= 4
+    assert len(shown) >= 2
     text = EXAMPLE.read_text()
     assert [part for part in shown if part not in text] == []
 
