@@ -12,7 +12,7 @@ device query after release. Importing, describing and constructing one initialis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -58,11 +58,14 @@ class Adapter:
         copies: Whether there is a device beside the host. Then `fetch` copies, and might block: the
             engine calls it on a thread of its own, under a deadline. If not, nothing is ever
             `resident`.
+        lazy: Whether work is only traced until the program is cut. Then reading a value in between is a
+            program of its own, to be compiled, and the engine reads after a cut only.
     """
 
     name: ClassVar[str]
     monitor: ClassVar[Monitor]
     copies: ClassVar[bool] = False
+    lazy: ClassVar[bool] = False
 
     # -- asked before a run; nothing is initialised ------------------------------------------
 
@@ -91,6 +94,29 @@ class Adapter:
     def sync(self) -> None:
         """Wait for all work queued on the device; errors of that work are raised here."""
         self._sync()
+
+    def feed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor of a batch on the device: as `move`, unless batches are spread over several devices."""
+        return self.move(tensor)
+
+    def cut(self, serving: bool = False) -> None:
+        """End the program traced so far, and let the device begin with it; waits for nothing.
+
+        Called after each micro-batch where the monitor's step automata speak of `sync`, and after each
+        batch of an evaluation or a prediction on a device that is `lazy`.
+
+        Args:
+            serving: Whether it was a batch of an evaluation or a prediction.
+        """
+        self._cut(serving)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[float]:
+        """The values of scalars on the device, in one go: for reports, after a cut.
+
+        Args:
+            tensors: Without dimensions.
+        """
+        return read_together(tensors)
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy on the host of a tensor on the device. Changes nothing that anybody can see."""
@@ -154,6 +180,10 @@ class Adapter:
         """
         return ""
 
+    def remarks(self) -> tuple[str, ...]:
+        """What is worth saying at the end of a run about what the device did. Asks the device nothing."""
+        return ()
+
     def is_loss_of_device(self, error: BaseException) -> bool:
         """Whether the error says that the device is dead, so that nothing may touch it again."""
         return False
@@ -176,6 +206,9 @@ class Adapter:
     def _sync(self) -> None:
         return None
 
+    def _cut(self, serving: bool) -> None:
+        return None
+
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
@@ -184,3 +217,9 @@ class Adapter:
 
     def _free(self) -> None:
         return None
+
+
+def read_together(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The values of scalars that stand on one device, by one copy."""
+    values: list[float] = torch.stack(list(tensors)).tolist() if tensors else []
+    return values

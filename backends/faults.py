@@ -18,7 +18,7 @@ from torch import nn
 
 from .adapter import Adapter, DeviceFacts, Leftover
 
-CALLS = ("acquire", "place", "move", "sync", "fetch", "leftovers", "free")
+CALLS = ("acquire", "place", "move", "cut", "sync", "fetch", "leftovers", "free")
 """The calls that can be made to fail."""
 MOMENTS = ("before", "after")
 
@@ -86,6 +86,9 @@ class _Faulty(Adapter):
 
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._call("move", tensor)  # type: ignore[no-any-return]
+
+    def cut(self, serving: bool = False) -> None:
+        self._call("cut", serving)
 
     def sync(self) -> None:
         self._call("sync")

@@ -27,6 +27,7 @@ BUILT_IN = {
     "mps": "interlock.backends.mps:MpsAdapter",
     "double": "interlock.backends.double:ReplacingDouble",
     "sim": "interlock.backends.sim:SimAdapter",
+    "xla": "interlock.backends.xla:XlaAdapter",
 }
 """Adapters that exist today; the other monitors in `MONITORS` are specified and proved only."""
 

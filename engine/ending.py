@@ -165,8 +165,10 @@ class Ending:
         self.work.check("at a report")
         if losses:
             first = self.position.step - len(losses) + 1
-            check = self.options.nonfinite == "error"
-            self._publish_report({"loss": mean_loss(losses, first, check), **self.work.stepping.metrics()})
+            check, read = self.options.nonfinite == "error", self.adapter.read
+            self._publish_report(
+                {"loss": mean_loss(losses, first, check, read), **self.work.stepping.metrics()}
+            )
 
     def _publish_report(self, metrics: dict[str, float]) -> None:
         self._metrics.update(metrics)

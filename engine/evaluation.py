@@ -16,11 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from interlock.backends.adapter import read_together
+
 from .batches import size
 from .driver import Position
 from .errors import DataError, TaskError
 from .loop import check_cancel, no_batch, note_batch
 from .switches import host_sources
+
+
+def _nothing() -> None:
+    return
 
 
 class undisturbed:  # noqa: N801 - used as a function is
@@ -80,6 +86,8 @@ def evaluate(
     samples: Callable[[Any], int] | None,
     position: Position,
     generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
+    cut: Callable[[], object] = _nothing,
+    read: Callable[[list[torch.Tensor]], list[float]] = read_together,
 ) -> dict[str, float]:
     """Loss and metrics over some batches, each weighted by its number of samples.
 
@@ -92,6 +100,8 @@ def evaluate(
         samples: The size of a batch, or `None` for the length of its first tensor.
         position: Its requests are honoured between batches.
         generators: As for `undisturbed`.
+        cut: Called after each batch, for devices that trace until then.
+        read: Reads scalars from the device, in one go.
 
     Returns:
         Means by name, `loss` among them.
@@ -102,7 +112,7 @@ def evaluate(
         Cancelled: On request.
         Exception: Whatever the task's functions raised, with a note that describes the batch.
     """
-    means = Means()
+    means = Means(read)
     number = 0
     with undisturbed(model, generators), _Reset(means):
         for batch in batches:
@@ -115,6 +125,7 @@ def evaluate(
                     means.add("loss", loss(here), weight)
                 for name, value in _named(metrics(here) if metrics else {}, loss is not None):
                     means.add(name, value, weight)
+                cut()
             except Exception as error:
                 note_batch(error, f"in validation batch {number}", batch)
                 raise
@@ -147,6 +158,7 @@ def predict(
     fetch: Callable[[Any], Any],
     position: Position,
     generators: Iterable[tuple[Callable[[], Any], Callable[[Any], object]]] = (),
+    cut: Callable[[], object] = _nothing,
 ) -> list[Any]:
     """What a model makes of some batches, each brought home before the next one is begun.
 
@@ -158,6 +170,7 @@ def predict(
         fetch: Takes an output home.
         position: Its requests are honoured between batches.
         generators: As for `undisturbed`.
+        cut: Called once a batch is computed, for devices that trace until then.
 
     Returns:
         The output of each batch, on the host.
@@ -171,7 +184,10 @@ def predict(
         for batch in batches:
             check_cancel(position)
             try:
-                found.append(fetch(output(move(batch))))
+                here = output(move(batch))
+                cut()
+                found.append(fetch(here))
+                del here
             except Exception as error:
                 note_batch(error, f"in batch {len(found) + 1} of the prediction", batch)
                 raise
@@ -204,9 +220,13 @@ class Means:
 
     A value may also be an object that gathers by itself and has `compute` and `reset`, as those of
     torchmetrics: its result is asked for at the end, and it is reset then.
+
+    Args:
+        read: Reads scalars from the device, in one go.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[list[torch.Tensor]], list[float]] = read_together) -> None:
+        self._read = read
         self._gathered: dict[str, Any] = {}
         self._values: dict[str, list[Any]] = {}
         self._weights: dict[str, list[int]] = {}
@@ -251,11 +271,17 @@ class Means:
         found = {}
         for name, values in self._values.items():
             weights = self._weights[name]
-            products = (float(value) * weight for value, weight in zip(_read(values), weights, strict=True))
+            products = (
+                float(value) * weight for value, weight in zip(self._numbers(values), weights, strict=True)
+            )
             found[name] = sum_of(products) / sum(weights)
         for name, gathered in self._gathered.items():
             found[name] = _scalar(name, gathered.compute())
         return found
+
+    def _numbers(self, values: list[Any]) -> list[Any]:
+        """Scalars as numbers; those on a device are read in one go."""
+        return self._read(values) if all(isinstance(value, torch.Tensor) for value in values) else values
 
     def reset(self) -> None:
         """Let what gathers by itself begin anew."""
@@ -272,13 +298,6 @@ def _scalar(name: str, value: Any) -> float:
         raise TaskError(
             f"compute() of '{name}' must return a number, and returned {type(value).__name__}"
         ) from error
-
-
-def _read(values: list[Any]) -> list[Any]:
-    """Scalars as numbers; those on a device are read in one go."""
-    if all(isinstance(value, torch.Tensor) for value in values):
-        values = torch.stack(values).tolist()
-    return values
 
 
 def sum_of(numbers: Iterable[float]) -> float:

@@ -35,6 +35,13 @@ from .errors import (
     UnusedParameterWarning,
 )
 
+Look = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 _HOW = (
     "build it in the task's `optimizer` function, from the model that is passed in: "
     "`optimizer=lambda model: torch.optim.AdamW(model.parameters())`"
@@ -406,19 +413,24 @@ SMALL = 65_536
 """Elements up to which a parameter is copied for comparison, which is quicker then, and exact."""
 
 
-def fingerprints(model: nn.Module) -> dict[str, torch.Tensor]:
+def fingerprints(model: nn.Module, look: Look = _as_it_is) -> dict[str, torch.Tensor]:
     """name -> what changes when the values of a trainable parameter do.
 
     A copy of a small parameter; of a large one two numbers, which change practically always.
+
+    Args:
+        model: As placed.
+        look: Takes a tensor to where it can be computed with.
     """
     with torch.no_grad():
         return {
-            name: _fingerprint(p) for name, p in model.named_parameters() if p.requires_grad and p.numel()
+            name: _fingerprint(look(p.detach()))
+            for name, p in model.named_parameters()
+            if p.requires_grad and p.numel()
         }
 
 
-def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
-    values = parameter.detach()
+def _fingerprint(values: torch.Tensor) -> torch.Tensor:
     if values.layout is not torch.strided:
         values = values.to_dense()
     if values.numel() <= SMALL:
@@ -433,9 +445,9 @@ def _fingerprint(parameter: torch.Tensor) -> torch.Tensor:
     return torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)])
 
 
-def changed(before: Mapping[str, torch.Tensor], model: nn.Module) -> tuple[int, int]:
+def changed(before: Mapping[str, torch.Tensor], model: nn.Module, look: Look = _as_it_is) -> tuple[int, int]:
     """(parameters whose fingerprint changed, parameters looked at)."""
-    after = fingerprints(model)
+    after = fingerprints(model, look)
     same = sum(name in after and torch.equal(after[name], value) for name, value in before.items())
     return len(before) - same, len(before)
 

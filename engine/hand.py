@@ -185,6 +185,7 @@ class Hand:
         position: Shared with loop and driver.
         model: Returns the placed model.
         move: Takes a batch to the device.
+        cut: Ends a program, on a device that traces: a step need not know of it.
     """
 
     def __init__(
@@ -196,6 +197,7 @@ class Hand:
         position: Position,
         model: Callable[[], nn.Module],
         move: Callable[[Any], Any],
+        cut: Callable[[], object] | None = None,
     ) -> None:
         self.position = position
         self.schedulers = dict(schedulers)
@@ -207,6 +209,7 @@ class Hand:
         self._model: Callable[[], nn.Module] | None = model
         self._move: Callable[[Any], Any] | None = move
         self._handle: Stepper | None = Stepper(self)
+        self._cut: Callable[[], object] | None = cut if "sync" in protocol.events else None
         self._values: dict[str, list[Any]] = {}
         self._epochs: dict[str, list[Any]] = {}
 
@@ -214,6 +217,9 @@ class Hand:
         """The placed model."""
         if self._model is None or not self.active:
             raise stale("model")
+        # Who asks for the model is about to compute with it: the last moment to end the program before.
+        if self._cut is not None and any(turn.owes_cut for turn in self.turns.values()):
+            self.cut()
         return self._model()
 
     def step(self, batch: Any) -> torch.Tensor:
@@ -229,6 +235,7 @@ class Hand:
             returned = self._function(self._handle, self._move(batch))
         finally:
             self.active = False
+        self.cut()
         values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
         loss = values.pop("loss", None)
         if not isinstance(loss, torch.Tensor):
@@ -243,6 +250,13 @@ class Hand:
             else:
                 self._values.setdefault(name, []).append(_detached(value))
         return loss.detach()
+
+    def cut(self) -> None:
+        """Where the backend wants it, end the program of a micro-batch: once for all optimizers."""
+        if self._cut is not None:
+            self._cut()
+            for turn in self.turns.values():
+                turn.was_cut()
 
     @property
     def at_rest(self) -> bool:
@@ -280,7 +294,7 @@ class Hand:
             turn.let_go()
         self.turns = {}
         self.schedulers = {}
-        self._function = self._model = self._move = self.before_update = self._handle = None
+        self._function = self._model = self._move = self.before_update = self._handle = self._cut = None
         self._values, self._epochs = {}, {}
 
 

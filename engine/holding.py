@@ -133,6 +133,17 @@ class Holding:
         storages = [tensor.untyped_storage() for tensor in tensors if self._adapter.resident(tensor)]
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
+    def look(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the device where it can be computed with: on a lazy one that would be a program."""
+        return self._adapter.fetch(tensor) if self._adapter.lazy else tensor
+
+    def cut(self, serving: bool = False) -> None:
+        """On a lazy device a program ends here, and is compiled if it is new: that takes a while."""
+        position = self._position
+        doing, position.doing = position.doing, "compiling, or running a program"
+        self._adapter.cut(serving)
+        position.doing = doing
+
     def check(self, when: str) -> None:
         """Observe that the optimizer holds what trains, its state stands right, and ties are ties.
 
@@ -174,7 +185,7 @@ class Holding:
         return task.validates_loss and (task.step is None or task.loss is not None)
 
     def _move(self, batch: Any) -> Any:
-        return convert(batch, self._adapter.move)
+        return convert(batch, self._adapter.feed)
 
     # -- the end --------------------------------------------------------------------------------
 
@@ -184,15 +195,16 @@ class Holding:
         return self._task
 
     def remarks(self) -> list[str]:
-        """What is worth saying at the end about the model's identity."""
+        """What is worth saying at the end about the model's identity, and what the device did."""
         lost = self._registry.identity_lost if self._registry else []
+        device = list(self._adapter.remarks())
         if not lost:
-            return []
+            return device
         told = (
             f"identity lost: at {facts.some(lost)} of the model another object stands than before the run; "
             "whoever holds the earlier one does not hold what was trained"
         )
-        return [told]
+        return [told, *device]
 
     def let_go(self) -> None:
         """Drop every reference to the parts of the run."""

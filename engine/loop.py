@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from interlock.backends.adapter import read_together
+
 from . import facts
 from .batches import describe
 from .driver import Position
@@ -195,13 +197,19 @@ def no_batch(kind: str, batches: Any, epoch: int) -> DataError:
     return DataError(f"{told}: it is empty. Look at the data set's length, `drop_last` and the sampler")
 
 
-def mean_loss(losses: list[torch.Tensor], first_step: int, check: bool = True) -> float:
+def mean_loss(
+    losses: list[torch.Tensor],
+    first_step: int,
+    check: bool = True,
+    read: Callable[[list[torch.Tensor]], list[float]] = read_together,
+) -> float:
     """The mean of detached losses: the one place where a training loss is read from the device.
 
     Args:
         losses: Zero-dimensional.
         first_step: The number, from 1, of the step of the first one.
         check: Whether a loss that is not finite is an error.
+        read: Reads them from the device, in one go.
 
     Raises:
         NonFiniteLoss: Naming the first step whose loss is NaN or infinite.
@@ -213,7 +221,7 @@ def mean_loss(losses: list[torch.Tensor], first_step: int, check: bool = True) -
                 f"the loss of step {first_step + offset} is no scalar, as those before were: it has shape "
                 f"{list(loss.shape)}; reduce it, by `.mean()` for instance"
             )
-    values: list[float] = torch.stack(losses).tolist()
+    values = read(losses)
     for offset, value in enumerate(values):
         if check and not math.isfinite(value):
             raise NonFiniteLoss(first_step + offset, value)

@@ -65,10 +65,13 @@ def with_owners(leftovers: Iterable[Leftover], adapter: Adapter) -> tuple[Leftov
     for leftover in leftovers:
         held = []
         # All of them first: what looks for them holds them while it looks.
-        for tensor in list(adapter.holders(leftover)):
-            if id(tensor) not in told:
-                told[id(tensor)] = describe_owner(tensor, until)
-            held.append(told[id(tensor)])
+        tensors = list(adapter.holders(leftover))
+        while tensors:
+            box = [tensors.pop()]
+            key = id(box[0])
+            if key not in told:
+                told[key] = owner_of(box, until, own=[box, tensors]).path
+            held.append(told[key])
         # The simplest first: in which order tensors are found is up to the collector.
         found.append(replace(leftover, owners=tuple(sorted(dict.fromkeys(held), key=len))))
     return tuple(found)

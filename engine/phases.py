@@ -20,7 +20,7 @@ from .errors import TaskError
 from .evaluation import evaluate, predict
 from .fused import fuse, settle
 from .hand import Hand
-from .holding import Holding, kind_of_device
+from .holding import Holding, kind_of_device, nothing
 from .keeping import Kept, widen
 from .leases import ProcessSettings
 from .loop import check_cancel
@@ -113,10 +113,12 @@ class Phases(Holding):
                 self._position,
                 self.placed_model,
                 self._move,
+                self.cut,
             )
             self.stepping.begin_by_hand(hand, self.optimizers)
             return
-        parts = Parts(model, self.optimizers[0], task.batch_size or size, kind_of_device(model))
+        read = self._adapter.read
+        parts = Parts(model, self.optimizers[0], task.batch_size or size, kind_of_device(model), read)
         loss_of, move = self._loss_of(), self._move
         forward = (lambda batch: loss_of(move(batch))) if self._adapter.copies else loss_of
         more = {"schedule": self._schedule} if task.schedules_steps else {}
@@ -234,7 +236,12 @@ class Phases(Holding):
             self._fetch,
             self._position,
             self._generators(),
+            self._cut(),
         )
+
+    def _cut(self) -> Callable[[], object]:
+        """What ends the program of a batch."""
+        return (lambda: self.cut(serving=True)) if self._adapter.lazy else nothing
 
     def _generators(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         """How the state of the device's random generator is read and put back, where there is a device."""
@@ -268,6 +275,8 @@ class Phases(Holding):
             self._todo().batch_size,
             self._position,
             self._generators(),
+            self._cut(),
+            self._adapter.read,
         )
 
     # -- lending the device ---------------------------------------------------------------------

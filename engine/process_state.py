@@ -50,6 +50,17 @@ ALLOWED = (
         "torch's compiler sets it, at its first call",
     ),
     Allowed("environment", "KMP_*", "scikit-learn sets two OpenMP switches, once, when it is first imported"),
+    *(
+        Allowed("environment", name, "torch_xla sets it, once, when it is first imported")
+        for name in (
+            "GRPC_VERBOSITY",
+            "PJRT_DEVICE",
+            "PJRT_DYNAMIC_PLUGINS",
+            "TF_CPP_MIN_LOG_LEVEL",
+            "TPU_*",
+            "XLA_FLAGS",
+        )
+    ),
     Allowed("file", "*/.hypothesis/*", "Hypothesis keeps its database of examples"),
     Allowed(
         "process", "*multiprocessing.resource_tracker*", "one for each process, by design, until its end"
@@ -66,6 +77,8 @@ ALLOWED = (
     Allowed("warning filter", "*torch.jit._trace.TracerWarning*", "torch, when first imported"),
     Allowed("warning filter", "*SymPyDeprecationWarning*", "sympy, when torch first imports it"),
     Allowed("warning filter", "*transitions version*", "transitions, when first imported"),
+    Allowed("warning filter", "*urllib3.exceptions.*", "urllib3, when torch_xla first imports it"),
+    Allowed("warning filter", "*requests.exceptions.*", "requests, when torch_xla first imports it"),
     Allowed("warning filter", "*SpecialFunctionWarning*", "scipy, when first imported"),
     Allowed("warning filter", "*matrix subclass*", "scipy, when first imported"),
 )

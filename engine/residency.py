@@ -320,7 +320,7 @@ class Registry:
         self._replace_in_attributes(self._emptied)
 
     def _emptied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor without its device memory: the same object, unless its graph would stay with it."""
+        """The tensor without its device memory: the same object, where that can be."""
         tensor.grad = None
         if not self._adapter.resident(tensor):
             return tensor
@@ -329,8 +329,11 @@ class Registry:
         try:
             tensor.data = torch.empty(0, dtype=tensor.dtype)
         except RuntimeError:
-            # Where placement makes new Parameters, one cannot be taken home either: it stays, without memory.
+            # Where placement makes new Parameters, one cannot be taken home either: whoever else holds it has
+            # it without memory, and another one stands in its place.
             tensor.data = tensor.new_empty(0)
+            empty = torch.empty(0, dtype=tensor.dtype)
+            return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
         return tensor
 
     def keep_model(self) -> None:

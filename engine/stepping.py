@@ -40,6 +40,12 @@ class Observer(Protocol):
     def placed_model(self) -> nn.Module:
         """The model, on its device."""
 
+    def look(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the device where it can be computed with without disturbing the step."""
+
+    def cut(self) -> None:
+        """A micro-batch's program ends."""
+
 
 class Stepping:
     """The step of one run, once its optimizer is built.
@@ -58,6 +64,7 @@ class Stepping:
         self._program = program
         self._position = position
         self._nonfinite = nonfinite
+        self._lazy = False
         self._options: tuple[Option, ...] = ()
         self._device = "cpu"
         self._optimizers: tuple[Optimizer, ...] = ()
@@ -136,7 +143,7 @@ class Stepping:
             parts: Of the run; kept here, and emptied at the end.
             options: Those of the program.
             forward: Takes a batch of the host to the loss.
-            more: Values for names of the program that are the run's own: `schedule`, `sync`.
+            more: Values for names of the program that are the run's own, such as `schedule`.
 
         Raises:
             TaskError: An option does not give the names that it declared.
@@ -146,6 +153,8 @@ class Stepping:
         self._parts = parts
         self._options, self._device = options, parts.device
         self._optimizers = (parts.optimizer,)
+        if "sync" in self._program.bindings:
+            self._lazy, more = True, {**more, "sync": self._observed().cut}
         bindings: dict[str, Any] = {
             "zero": parts.optimizer.zero_grad,
             "backward": cast("Callable[[torch.Tensor], None]", torch.Tensor.backward),
@@ -178,7 +187,7 @@ class Stepping:
         def checked_forward(batch: Any) -> torch.Tensor:
             loss: torch.Tensor = forward(batch)
             facts.check_loss(loss)
-            if self._nonfinite == "error":
+            if self._nonfinite == "error" and not self._lazy:
                 facts.check_finite(loss, self._position.step + 1)
             return loss
 
@@ -211,10 +220,13 @@ class Stepping:
         run.check("before the first step")
         model = run.placed_model()
         facts.check_mode(model)
-        before = facts.fingerprints(model)
+        before = facts.fingerprints(model, run.look)
         loss: torch.Tensor = checked(batch)
+        if self._nonfinite == "error" and self._lazy:
+            # Not in between: to read a value there would be a program of its own, to be compiled.
+            facts.check_finite(run.look(loss), self._position.step + 1)
         if self._updated:
-            did, looked_at = facts.changed(before, model)
+            did, looked_at = facts.changed(before, model, run.look)
             run.say(f"{did} of {looked_at} parameters changed in the first update")
         return loss
 

@@ -203,7 +203,20 @@ class Turn:
             raise stale(what)
         return self._optimizer, self._hand
 
+    @property
+    def owes_cut(self) -> bool:
+        """Whether the next forward pass has to wait for the end of the present program."""
+        row = self._checker.row
+        return "forward" not in row and "sync" in row and "forward" in row["sync"]
+
+    def was_cut(self) -> None:
+        """The program of a micro-batch has ended, which this optimizer's protocol may have to know."""
+        row = self._checker.row
+        self._checker.row = row.get("sync", row)
+
     def _fire(self, call: str, *events: str) -> None:
+        if "forward" in events and self.owes_cut and self._hand is not None:
+            self._hand.cut()
         row = self._checker.row
         for event in events:
             if event not in row:

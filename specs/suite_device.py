@@ -24,8 +24,8 @@ ERRORS: dict[str, type[BaseException]] = {
     "MemoryError": MemoryError,
 }
 """What a fault raises, by name."""
-POINTS = (*CALLS, "update")
-"""Where a fault strikes: a call of the backend, or the update of the optimizer."""
+POINTS = (*(call for call in CALLS if call != "cut"), "update")
+"""Where a fault strikes: a call that every backend gets, or the update of the optimizer."""
 
 
 class Lost(Exception):
@@ -67,6 +67,10 @@ class _Watched(Adapter):
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         self.watch.asked("move")
         return super().move(tensor)
+
+    def cut(self, serving: bool = False) -> None:
+        self.watch.asked("cut")
+        super().cut(serving)
 
     def sync(self) -> None:
         self.watch.asked("sync")

@@ -22,7 +22,7 @@ from .suite_device import ERRORS, Lost, Process, Strike, Watch
 from .suite_operations import LEAVING, METHODS, OPERATIONS, WAITS, operation
 from .suite_paths import refused
 from .suite_plain import Plain
-from .suite_setup import Setup, named, tensors_of
+from .suite_setup import Setup, named, tensors_in
 
 Exit = Literal["offload", "keep", "discard"]
 LEASES: dict[str, dict[str, Any]] = {"": {}, "seed": {"seed": 0}, "threads": {"threads": 1}}
@@ -212,12 +212,22 @@ class Life:
         torch.set_rng_state(self.random)
 
     def drop(self) -> None:
-        """Let what the run was to keep on the device go."""
-        resident = self.watch.adapter.resident
-        for model in filter(None, (self.model,)):
-            for _, tensor in tensors_of(model):
-                if resident(tensor):
-                    tensor.data = torch.empty(0, dtype=tensor.dtype)
+        """Let what the run was to keep on the device go, and a device that a fault kept from being freed."""
+        if self.watch.taken:
+            adapter = self.watch.adapter
+            adapter.faults = ()
+            adapter.free()  # or the next runs could not tell theirs from what is left of this one
+        for module in self.model.modules() if self.model is not None else ():
+            for attribute, value in list(vars(module).items()):
+                here = [t for t in tensors_in(value) if self.watch.adapter.resident(t)]
+                if attribute == "_modules" or not here:
+                    continue
+                for tensor in here:
+                    with suppress(
+                        RuntimeError
+                    ):  # no tensor changes its kind in place: it goes with the module's
+                        tensor.data = torch.empty(0, dtype=tensor.dtype)
+                vars(module)[attribute] = {} if isinstance(value, dict) else None
 
     def _attempt(self, work: Callable[[], object]) -> BaseException | None:
         try:

@@ -35,8 +35,8 @@ def process_as_it_was() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leaves tests/sim out, unless it is asked for alone: it registers a device for its whole process."""
-    if collection_path != Path(__file__).parent / "sim":
+    """Leaves tests/sim and tests/xla out, unless asked for alone: each has a device for its whole process."""
+    if collection_path not in (Path(__file__).parent / "sim", Path(__file__).parent / "xla"):
         return None
     asked = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     return None if all(path.is_relative_to(collection_path) for path in asked) else True

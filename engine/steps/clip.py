@@ -84,11 +84,9 @@ class _Clipping:
 
     def read(self) -> None:
         """The norms as numbers: none of them stands on the device after it."""
-        import torch
-
         norms, self._norms = self._norms, []
         if norms:
-            self._known += torch.stack(norms).tolist()
+            self._known += self._parts.read(norms)
 
     def report(self) -> dict[str, float]:
         self.read()

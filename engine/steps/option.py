@@ -8,7 +8,7 @@ proved before the run, and not believed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,8 +16,15 @@ from interlock.specs.model import Automaton
 from interlock.weaving import Block
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
+
+
+def _read_together(tensors: Sequence[torch.Tensor]) -> list[float]:
+    from interlock.backends.adapter import read_together  # loads torch, which a description does without
+
+    return read_together(tensors)
 
 
 class Stateful(Protocol):
@@ -39,12 +46,14 @@ class Parts:
         optimizer: As built.
         size: The number of samples of a batch.
         device: The type of the device that the parameters stand on, as torch calls it: "cuda".
+        read: Reads scalars from the device, all in one go: in reports, never in a step.
     """
 
     model: nn.Module
     optimizer: Optimizer
     size: Callable[[Any], int]
     device: str
+    read: Callable[[Sequence[torch.Tensor]], list[float]] = field(default=_read_together)
 
 
 @dataclass
