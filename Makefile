@@ -23,7 +23,7 @@ SOURCES := $(sort $(shell find engine backends specs -type f -not -path '*/__pyc
 MADE    := $(VENV)/stamps# a removed .venv takes them along
 WHEEL   := dist/.built
 
-.PHONY: help demo test check unit sim nightly test-cuda bench bench-peers test-peers constraints clean install install-demo FORCE
+.PHONY: help demo test check unit sim nightly test-cuda test-xla bench bench-peers bench-xla test-peers constraints clean install install-demo FORCE
 
 help: ## what can be made
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -56,6 +56,24 @@ FIRST := tests/test_interrupts.py tests/test_mutants.py tests/test_spin.py tests
 nightly: install ## the long tier; its figures go to docs/evidence/nightly-1.md and nightly-2.md
 	$(LONG) --evidence=docs/evidence/nightly-1.md $(FIRST) $(ARGS)
 	$(LONG) --evidence=docs/evidence/nightly-2.md $(addprefix --ignore=,$(FIRST)) $(ARGS)
+
+XLA := .venv-xla
+
+# An environment of its own: torch_xla needs torch 2.9. The package is the wheel there too.
+test-xla: $(XLA)/.made ## what needs torch_xla: on a TPU where there is one, else on its CPU device; takes 7 GB
+	INTERLOCK_XLA=1 $(XLA)/bin/pytest tests/xla $(ARGS)
+
+bench-xla: $(XLA)/.made ## the steps of the engine beside a loop written by hand with torch_xla
+	$(XLA)/bin/python benchmarks/run_xla.py $(ARGS)
+
+$(XLA)/.made: tests/xla/constraints.txt $(WHEEL)
+	test -x $(XLA)/bin/python || $(PYTHON) -m venv $(XLA)
+	@echo "installing torch 2.9 and torch_xla; the first time takes minutes"
+	$(XLA)/bin/python -m pip --disable-pip-version-check --no-input install --quiet \
+	    --constraint tests/xla/constraints.txt "$$(echo dist/interlock-*.whl)[xla]" pytest pytest-timeout hypothesis
+	$(XLA)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --force-reinstall \
+	    dist/interlock-*.whl
+	touch $@
 
 test-cuda: install ## what needs an NVIDIA GPU, under ten minutes; without one it says so and runs nothing
 	$(BIN)/python tests/tools/cuda_check.py $(ARGS)

@@ -15,6 +15,7 @@ from interlock.specs import Monitor, UnknownName
 
 from .monitors import MONITORS
 from .mps_monitor import MPS
+from .tpu_monitor import TPU
 
 if TYPE_CHECKING:
     from .adapter import Adapter
@@ -28,6 +29,7 @@ BUILT_IN = {
     "double": "interlock.backends.double:ReplacingDouble",
     "sim": "interlock.backends.sim:SimAdapter",
     "xla": "interlock.backends.xla:XlaAdapter",
+    "tpu": "interlock.backends.tpu:TpuAdapter",
 }
 """Adapters that exist today; the other monitors in `MONITORS` are specified and proved only."""
 
@@ -73,8 +75,8 @@ def monitor(name: str) -> Monitor:
         return adapter_class(name).monitor
     if name in MONITORS:
         return MONITORS[name]
-    if name == "mps":
-        return MPS
+    if name in (MPS.name, TPU.name):
+        return MPS if name == MPS.name else TPU
     if name in ("double", "sim"):
         return MONITORS["cuda"]
     raise UnknownName("backend", name, {*MONITORS, *names()})

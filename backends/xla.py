@@ -22,7 +22,7 @@ from .adapter import DeviceFacts, Leftover
 from .device import DeviceAdapter, message_of, tensors_on
 from .monitors import XLA
 
-_LOSS = re.compile(
+DEAD = re.compile(
     r"Core halted unexpectedly|Accelerator device halted prematurely|device or resource busy|"
     r"UNAVAILABLE: (?:Socket closed|Connection reset|TPU)|TPU initialization failed"
 )
@@ -81,7 +81,7 @@ class XlaAdapter(DeviceAdapter):
 
     def loss(self, error: BaseException) -> str:
         """By the text of a `RuntimeError`: torch_xla has no class of its own."""
-        found = _LOSS.search(message_of(error)) if issubclass(type(error), RuntimeError) else None
+        found = DEAD.search(message_of(error)) if issubclass(type(error), RuntimeError) else None
         return found[0] if found else ""
 
     def feed(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -70,6 +70,8 @@ def bounded(function: Callable[[], T], seconds: float, what: str) -> T:
 def stack_of(ident: int | None) -> str:
     """The present stack of a thread, as text; empty if it has ended."""
     frame = sys._current_frames().get(ident or -1)
-    if frame is None:
-        return ""
-    return "".join(traceback.format_stack(frame)).rstrip()
+    try:
+        return "" if frame is None else "".join(traceback.format_stack(frame)).rstrip()
+    finally:
+        # Of the thread that asks, it is this very frame: a cycle, with all that its callers hold.
+        del frame

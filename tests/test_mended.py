@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tools.runs import environment
-from tools.small import Net, batches, engine, finished, loss_of, net, sgd, task
+from tools.small import Net, batches, engine, finished, left_clean, loss_of, net, sgd, task
 from torch import nn
 
 import interlock as il
@@ -347,3 +347,13 @@ def test_an_interrupt_while_observers_end_costs_them_no_event() -> None:
     bus.finish(20)
     assert len(seen) == 5
     assert bus.failed == []
+
+
+@both
+def test_a_snapshot_that_a_hook_takes_pins_nothing(backend: str) -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        assert "in step" in started.snapshot().doing
+        return loss_of(model, batch)
+
+    started = il.Engine(backend).start(task(loss=loss), batches(2))
+    left_clean(started.wait(60))
