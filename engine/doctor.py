@@ -107,7 +107,7 @@ def _say(versions: dict[str, str], backends: list[dict[str, Any]]) -> None:
         say(f"{row['name']:<10} {runs:<10} {_proof(row):<30} {row['doc']}")
         if row["why"]:
             say(f"{'':<22}{row['why']}")
-    proved_only = ", ".join(name for name in (*MONITORS, "mps") if name not in RUN_ON_HARDWARE)
+    proved_only = ", ".join(name for name in (*MONITORS, "mps", "tpu") if name not in RUN_ON_HARDWARE)
     say()
     say(f"never run on their hardware: {proved_only}. What is proved of them is their order of events.")
 

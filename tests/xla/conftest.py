@@ -26,9 +26,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def loaded() -> None:
-    """The runtime, once: on the CPU, unless the environment names other hardware."""
+    """The runtime, once: on a TPU where there is one, or on what `PJRT_DEVICE` names."""
     if not REASON:
-        os.environ.setdefault("PJRT_DEVICE", "CPU")
         xla_calls.Calls(spmd=False).begin()
 
 
