@@ -118,10 +118,18 @@ class Precision(Option):
 
         Returns:
             Values for the names of its lines.
+
+        Raises:
+            TaskError: fp16 on XLA, where each step would be compiled in pieces around the overflow check.
         """
         around = partial(self.in_evaluation, device=parts.device)
         if not self.scales:
             return Running(forward=around)
+        if parts.device == "xla":
+            raise TaskError(
+                "Precision('fp16') asks the device in each step whether gradients overflowed, which cuts "
+                "XLA's program in pieces: use Precision('bf16'), which needs no scale"
+            )
         scaling = _Scaling(parts, self.init_scale, self.growth_interval)
         return Running(
             {

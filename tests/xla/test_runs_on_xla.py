@@ -297,6 +297,13 @@ def test_half_precision() -> None:
     assert outcome.status == "finished"
 
 
+def test_half_precision_with_a_scale_is_refused() -> None:
+    outcome = fit(task(options=[Precision("fp16")], optimizer=adamw))
+    assert isinstance(outcome.error, il.errors.TaskError)
+    assert "bf16" in str(outcome.error)
+    left_clean(outcome)
+
+
 # Steps that are written by hand
 
 
