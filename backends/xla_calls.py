@@ -89,9 +89,8 @@ class Calls:
         if self.spmd and self._mesh is None:
             runtime.use_spmd()
             sharding = importlib.import_module("torch_xla.distributed.spmd")
-            numpy = importlib.import_module("numpy")  # torch_xla needs it, and this package does not
             count = runtime.global_runtime_device_count()
-            self._mesh = sharding.Mesh(numpy.arange(count), (count,), ("batch",))
+            self._mesh = sharding.Mesh(torch.arange(count).numpy(), (count,), ("batch",))
         self._device = self._xla.device()
         facts = {
             "hardware": str(runtime.device_type()),
