@@ -974,9 +974,9 @@ def test_the_comparison_finds_a_step_that_does_not_do_all(
 def test_the_comparison_finds_an_engine_that_draws_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     fingerprints = facts.fingerprints
 
-    def wrong(model: nn.Module) -> Any:
+    def wrong(*arguments: Any) -> Any:
         torch.rand(1)
-        return fingerprints(model)
+        return fingerprints(*arguments)
 
     monkeypatch.setattr(facts, "fingerprints", wrong)
     with pytest.raises(AssertionError):
