@@ -19,3 +19,11 @@ class DeviceLost(InterlockError):
 
 class ForeignDevice(DeviceUnavailable):
     """Code names CUDA itself where the simulated device is what it runs on."""
+
+
+class ForeignMisused(InterlockError, ValueError):
+    """`simulator.foreign` was asked for something other than to map or to refuse."""
+
+
+class StrikeMisused(InterlockError, ValueError):
+    """A strike on the simulated device as it was described would never strike."""

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from interlock.backends.errors import DeviceInUse, DeviceLost, DeviceUnavailable, ForeignDevice
+from interlock.backends.errors import (
+    DeviceInUse,
+    DeviceLost,
+    DeviceUnavailable,
+    ForeignDevice,
+    ForeignMisused,
+    StrikeMisused,
+)
 from interlock.specs.errors import (
     BrokenPromise,
     DrawingError,
@@ -291,6 +298,7 @@ __all__ = [
     "EvaluationModeWarning",
     "ExtractionError",
     "ForeignDevice",
+    "ForeignMisused",
     "ForeignParameter",
     "FrozenParameterWarning",
     "HeldSetMismatch",
@@ -318,6 +326,7 @@ __all__ = [
     "SpecError",
     "StaleHandle",
     "StaleParameter",
+    "StrikeMisused",
     "SweepError",
     "TaskError",
     "TensorsLeft",

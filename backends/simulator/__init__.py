@@ -12,14 +12,15 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from interlock.backends.errors import ForeignDevice
+from interlock.backends.errors import ForeignDevice, ForeignMisused, StrikeMisused
 
 from .device import NAME, install, installed, parameters, taken_by, unavailable
-from .faults import HOWS, POINTS, SimulatedFault, SimulatedLoss, Strike, draw, faults
+from .faults import faults
 from .foreign import Found, foreign
-from .kernels import Refusal
 from .memory import Allocation, Block, Memory, memory
 from .module import synchronize
+from .strikes import HOWS, POINTS, SimulatedFault, SimulatedLoss, Strike, draw
+from .tensors import Refusal
 
 __all__ = [
     "HOWS",
@@ -27,12 +28,14 @@ __all__ = [
     "POINTS",
     "Block",
     "ForeignDevice",
+    "ForeignMisused",
     "Found",
     "Memory",
     "Refusal",
     "SimulatedFault",
     "SimulatedLoss",
     "Strike",
+    "StrikeMisused",
     "block_of",
     "capacity",
     "counted",

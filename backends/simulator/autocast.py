@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter, tree_map
 
 from . import private
-from .kernels import state
+from .tensors import state
 
 _LOWER = (
     "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
@@ -41,6 +40,18 @@ _WIDEST = (
 ).split()
 
 
+_REFUSED = {
+    "binary_cross_entropy": (
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+        "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+        "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+        "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+        "safe to autocast."
+    )
+}
+"""Operator -> the words in which CUDA refuses it."""
+
+
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     """(operator, what casts its arguments first) for each that autocast changes."""
     for names, dtype in ((_LOWER, _lower), (_FLOAT32, _float32), (_WIDEST, _widest)):
@@ -48,6 +59,15 @@ def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
             operator = private.operator_of("aten", name)
             if operator is not None:
                 yield name, _cast_first(operator, dtype)
+    for name, told in _REFUSED.items():
+        yield name, _refuse(told)
+
+
+def _refuse(told: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(told)
+
+    return refuse
 
 
 def _lower(_: Any) -> torch.dtype:
@@ -60,7 +80,8 @@ def _float32(_: Any) -> torch.dtype:
 
 def _widest(arguments: Any) -> torch.dtype:
     wide = any(
-        isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 for leaf in tree_iter(arguments)
+        isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+        for leaf in private.leaves_of(arguments)
     )
     return torch.float32 if wide else _lower(arguments)
 
@@ -73,7 +94,7 @@ def _cast_first(operator: Any, dtype_of: Callable[[Any], torch.dtype]) -> Callab
             return value.to(dtype) if isinstance(value, torch.Tensor) and _casts(value, dtype) else value
 
         with private.below_autocast():
-            return operator(*tree_map(cast, args), **tree_map(cast, kwargs))
+            return operator(*private.map_leaves(cast, args), **private.map_leaves(cast, kwargs))
 
     return cast_and_run
 

@@ -13,8 +13,9 @@ import torch
 
 from interlock.backends.errors import DeviceInUse, DeviceUnavailable
 
-from . import autocast, module, private, special, storages
-from .kernels import kernel, run, state
+from . import autocast, composed, module, private, special, storages
+from .kernels import kernel, run
+from .tensors import state
 
 NAME = "sim"
 
@@ -102,7 +103,7 @@ def _kernels() -> list[torch.library.Library]:
         aten.impl(name, function, "PrivateUse1")
     for name, function in special.pinned_to_host():
         aten.impl(name, function, "PrivateUse1")
-    for name, function in special.COMPOSED.items():
+    for name, function in composed.COMPOSED.items():
         aten.impl(name, function, "AutogradPrivateUse1")
         aten.impl(name, function, "PrivateUse1")
     for name, function in autocast.kernels():
@@ -143,7 +144,7 @@ def parameters(how: str) -> Iterator[None]:
             are replaced always, as everywhere.
 
     Raises:
-        ValueError: Neither of them.
+        DeviceUnavailable: Neither of them.
         DeviceInUse: A run that goes on wants it otherwise.
     """
     block = _Block()
@@ -166,11 +167,11 @@ def hold(how: str, holder: object) -> None:
         holder: Whoever wants it so; known by identity.
 
     Raises:
-        ValueError: As for `parameters`.
+        DeviceUnavailable: As for `parameters`.
         DeviceInUse: As for `parameters`.
     """
     if how not in ("kept", "replaced"):
-        raise ValueError(f"parameters are 'kept' or 'replaced' on placement, and not {how!r}")
+        raise DeviceUnavailable(f"parameters are 'kept' or 'replaced' on placement, and not {how!r}")
     with _lock:
         others = {other for one, other in _placement.holders.items() if one is not holder}
         if others - {how}:

@@ -1,79 +1,19 @@
-"""What passes on the simulated device, counted; and faults that strike there, by number or by seed.
+"""What passes on the simulated device, counted; and faults that strike there.
 
 Process-wide, as the device is: the backward pass, and loaders, work on threads of their own.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+from interlock.backends.errors import StrikeMisused
 
-POINTS = ("operator", "to_device", "to_host", "on_device", "allocation", "sync")
-"""Where a fault can strike: an operator, a copy in one of three directions, an allocation, a wait."""
-HOWS = ("fails", "half", "late", "blocks", "slow", "loses")
-"""`fails`: raises, and nothing was done. `half`: raises when half of it was done (an allocation is given
-back, a wait was waited for). `late`: is done, and the error comes out at the next wait or copy to the
-host, as those of CUDA do. `blocks`: until the strike is released. `slow`: is done later. `loses`: the device
-is dead from then on."""
-
-
-class SimulatedFault(RuntimeError):
-    """What a strike raises if nothing else was asked for."""
-
-
-class SimulatedLoss(torch.AcceleratorError if hasattr(torch, "AcceleratorError") else RuntimeError):  # type: ignore[misc]
-    """The simulated device is lost: every call raises this from then on."""
-
-
-@dataclass
-class Strike:
-    """One fault: where, when, and how.
-
-    Attributes:
-        point: One of `POINTS`.
-        nth: At which passage, from 1, of those that match.
-        how: One of `HOWS`.
-        error: Makes the exception.
-        match: Count only what has this in its operator's name, such as `addmm`.
-        seconds: How long `slow` takes.
-        release: Set by whoever lets a `blocks` go on.
-        times: For how many passages, from the nth on.
-        struck: How often it has struck.
-
-    Raises:
-        ValueError: It would never strike.
-    """
-
-    point: str
-    nth: int = 1
-    how: str = "fails"
-    error: Callable[[], BaseException] = SimulatedFault
-    match: str = ""
-    seconds: float = 0.05
-    release: threading.Event | None = None
-    times: int = 1
-    struck: int = field(default=0, compare=False)
-    _seen: int = field(default=0, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.point not in POINTS or self.how not in HOWS or self.nth < 1:
-            raise ValueError(
-                f"a strike at {self.point!r} number {self.nth} that {self.how!r} would never strike: points "
-                f"are {', '.join(POINTS)}, counted from 1, and ways are {', '.join(HOWS)}"
-            )
-        if self.how == "blocks" and self.release is None:
-            raise ValueError("a strike that blocks needs `release=threading.Event()`, to let it go on")
-
-    def __str__(self) -> str:
-        match = f" of '{self.match}'" if self.match else ""
-        return f"{self.point} {self.nth}{match} {self.how}"
+from .strikes import LOST, POINTS, SimulatedLoss, Strike
 
 
 class Faults:
@@ -91,9 +31,10 @@ class Faults:
         self.touched: list[str] = []
         self.hot = False
         self._strikes: tuple[Strike, ...] = ()
-        self._pending: BaseException | None = None
+        self._pending: tuple[Strike, ...] = ()
         self._traces: tuple[Any, ...] = ()
-        self._lock = threading.Lock()
+        # A collection of garbage may end a block while this very thread changes what is here.
+        self._lock = threading.RLock()
 
     def passes(self, point: str, name: str) -> Strike | None:
         """Something passes: count it, and let it be struck.
@@ -122,20 +63,34 @@ class Faults:
             self._dead(name)
 
     def surfaces(self) -> None:
-        """Raise what went wrong earlier and has not been told yet."""
-        error, self._pending = self._pending, None
+        """Raise what went wrong earlier and has not been told yet: of several errors the oldest."""
+        error: BaseException | None = None
+        with self._lock:
+            if self._pending:
+                strike, *rest = self._pending
+                error, strike.unheard = strike.unheard, None
+                self._pending = tuple(rest)
+                self._cool()
         if error is not None:
-            self._cool()
             try:
                 raise error
             finally:
                 del error  # else it, and this frame in its traceback, would keep each other
 
-    def later(self, error: BaseException) -> None:
-        """Keep an error for the next wait."""
+    def later(self, strike: Strike) -> None:
+        """Keep a strike's error for the next wait; one that is kept already stands for both."""
+        error = strike.error()
         with self._lock:
-            self._pending = self._pending or error
-            self.hot = True
+            if strike.unheard is None:
+                strike.unheard = error
+                self._pending = (*self._pending, strike)
+            self._cool()
+
+    def finish(self, strike: Strike) -> None:
+        """What is left of a strike once its work is done: raise its error, now or at the next wait."""
+        if strike.how != "late":
+            raise strike.error()
+        self.later(strike)
 
     def _hot(self, point: str, name: str) -> Strike | None:
         if self.lost:
@@ -164,29 +119,49 @@ class Faults:
 
     def lose(self, why: str) -> None:
         """Let the device be dead from now on."""
-        self.lost = why
-        self.touched = []
-        self.hot = True
+        with self._lock:
+            self.lost = why
+            self.touched = []
+            self._cool()
 
     def replug(self) -> None:
         """Put a new device in the place of a dead one."""
-        self.lost = ""
-        self.touched = []
-        self._pending = None
-        self._cool()
+        with self._lock:
+            self.lost = ""
+            self.touched = []
+            self._pending = ()
+            self._cool()
 
     @contextmanager
     def striking(self, *strikes: Strike) -> Iterator[tuple[Strike, ...]]:
-        """Within the block these strike, each counted from its beginning."""
+        """Within the block these strike, each counted from its beginning.
+
+        Blocks may overlap, also on several threads: each ends what is its own, an error of `late` that
+        nothing has waited for among it (`Strike.unheard`).
+
+        Raises:
+            StrikeMisused: One of them is in force already.
+        """
         with self._lock:
-            before, self._strikes = self._strikes, (*self._strikes, *strikes)
-            self.hot = True
+            doubled = [
+                str(one) for n, one in enumerate(strikes) if _among(one, (*self._strikes, *strikes[:n]))
+            ]
+            if doubled:
+                raise StrikeMisused(
+                    f"this strike is in force already: {', '.join(doubled)}. Make one of its own for each "
+                    "block, since each counts for itself"
+                )
+            for strike in strikes:
+                strike._seen = 0
+            self._strikes = (*self._strikes, *strikes)
+            self._cool()
         try:
             yield strikes
         finally:
-            self._strikes = before
-            self._pending = None
-            self._cool()
+            with self._lock:
+                self._strikes = tuple(one for one in self._strikes if not _among(one, strikes))
+                self._pending = tuple(one for one in self._pending if not _among(one, strikes))
+                self._cool()
 
     @contextmanager
     def counted(self) -> Iterator[dict[str, int]]:
@@ -208,12 +183,13 @@ class Faults:
         found: Any = [] if into is None else into
         with self._lock:
             self._traces = (*self._traces, found)
-            self.hot = True
+            self._cool()
         try:
             yield found
         finally:
-            self._traces = tuple(trace for trace in self._traces if trace is not found)
-            self._cool()
+            with self._lock:
+                self._traces = tuple(trace for trace in self._traces if trace is not found)
+                self._cool()
 
     def _cool(self) -> None:
         self.hot = bool(self._strikes or self.lost or self._pending or self._traces)
@@ -223,8 +199,9 @@ class Faults:
         raise SimulatedLoss(f"SIM error: the device is lost ({self.lost}); asked for: {what}", LOST)
 
 
-LOST = 719
-"""The error's code: CUDA's for an unspecified launch failure."""
+def _among(strike: Strike, others: Iterable[Strike]) -> bool:
+    """By identity: two that are equal count for themselves."""
+    return any(strike is other for other in others)
 
 
 def _matches(strike: Strike, point: str, name: str) -> bool:
@@ -232,31 +209,6 @@ def _matches(strike: Strike, point: str, name: str) -> bool:
         return False
     strike._seen += 1
     return strike.nth <= strike._seen < strike.nth + strike.times
-
-
-def draw(seed: int, counts: Mapping[str, int], hows: tuple[str, ...] = HOWS) -> Strike:
-    """A strike chosen by a seed: the same for the same seed and counts.
-
-    Args:
-        seed: Any.
-        counts: Point -> how often it is passed, as `counted` gives them.
-        hows: To choose from.
-
-    Raises:
-        ValueError: Nothing is passed at all.
-    """
-    chooser = random.Random(seed)
-    total = sum(counts[point] for point in POINTS)
-    if not total:
-        raise ValueError("nothing passes on the device, so nothing can be struck")
-    number = chooser.randrange(total)
-    how = chooser.choice(hows)
-    for point in POINTS:
-        if number < counts[point]:
-            more: dict[str, Any] = {"release": threading.Event()} if how == "blocks" else {}
-            return Strike(point, number + 1, how, **more)
-        number -= counts[point]
-    raise AssertionError("the counts changed while they were read")
 
 
 faults = Faults()

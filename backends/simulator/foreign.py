@@ -6,10 +6,10 @@ Never skipped, and never run on the CPU.
 
 from __future__ import annotations
 
-import functools
 import sys
+import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +18,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from interlock.backends.errors import ForeignDevice
+from interlock.backends.errors import DeviceInUse, ForeignDevice, ForeignMisused
 
-from .kernels import state
+from . import private
+from .tensors import state
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_TORCH = str(Path(torch.__file__).parent)
+_OURS = str(Path(__file__).parent)
+_PYTHON = sysconfig.get_path("stdlib")
+_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+_WRAPPERS = frozenset(("typing_extensions",))
+"""Modules outside of Python's own library whose functions only stand around others, such as `deprecated`."""
 _KINDS = ("cuda",)
-_IS_CUDA: Any = vars(torch._C.TensorBase)["is_cuda"].__get__
-_QUERIES = frozenset(("is_available", "device_count", "is_initialized", "init", "_lazy_init"))
-"""Asked by code that then does the right thing whatever the answer is: mapped, and not remembered."""
 
 
 @dataclass(frozen=True)
@@ -45,66 +48,158 @@ class Found:
         return f"{self.where}: {self.what}"
 
 
-class _Foreign:
+class Block:
+    """One block of `foreign`: what it has found, and whether it maps."""
+
     def __init__(self, maps: bool) -> None:
         self.maps = maps
         self.found: list[Found] = []
-        self._lock = threading.Lock()
+
+
+class Watching:
+    """The blocks that are in force, on whichever threads; what is found is told to each."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.blocks: tuple[Block, ...] = ()
+
+    def begins(self, block: Block) -> bool:
+        """A block begins.
+
+        Returns:
+            Whether it is the first.
+
+        Raises:
+            DeviceInUse: Others in force want it the other way.
+        """
+        with self.lock:
+            if any(other.maps != block.maps for other in self.blocks):
+                raise DeviceInUse(
+                    "code that names CUDA is mapped by one block and refused by another, in force at the "
+                    "same time: torch.cuda is one for the whole process. End the other one first, or let "
+                    "both do the same"
+                )
+            self.blocks = (*self.blocks, block)
+            return len(self.blocks) == 1
+
+    def ends(self, block: Block) -> bool:
+        """A block ends.
+
+        Returns:
+            Whether it was the last.
+        """
+        with self.lock:
+            self.blocks = tuple(other for other in self.blocks if other is not block)
+            return not self.blocks
 
     def meets(self, what: str) -> None:
-        """Remember a place, or refuse it."""
-        place = Found(what, _caller())
-        with self._lock:
-            if place not in self.found:
-                self.found.append(place)
-        if not self.maps:
+        """Remember a place, or refuse it.
+
+        Raises:
+            ForeignDevice: It is refused.
+        """
+        place = self._place(what)
+        if not all(block.maps for block in self.blocks):
             raise ForeignDevice(
                 f"{place.where} names CUDA itself ({what}), and this runs on the simulated device. Take the "
                 "device from the batch or the model (`x.to(model.weight.device)`), leave moving to the "
                 "engine, or map such calls: simulator.foreign('map')"
             )
 
+    def cannot(self, what: str) -> None:
+        """Remember a place that asks CUDA for what the simulated device does not have; refused either way.
+
+        Raises:
+            ForeignDevice: Always.
+        """
+        place = self._place(what)
+        raise ForeignDevice(
+            f"{place.where} asks CUDA itself for {what}, and the simulated device has nothing to map it to: "
+            "leave it out here, or do it only where `torch.device(...).type == 'cuda'`"
+        )
+
+    def _place(self, what: str) -> Found:
+        place = Found(what, _caller())
+        with self.lock:
+            for block in self.blocks:
+                if place not in block.found:
+                    block.found.append(place)
+        return place
+
+
+watching = Watching()
+
 
 class _Mode(TorchFunctionMode):
     """Sees every call of a torch function on this thread."""
 
-    def __init__(self, foreign: _Foreign) -> None:
-        super().__init__()
-        self._foreign = foreign
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func is torch.Tensor.cuda:
-            self._foreign.meets("Tensor.cuda")
-            return args[0].to(state.device)
-        if name == "__get__" and func == _IS_CUDA:
+        if name == "__get__" and func == private.IS_CUDA:
             return args[0].device.type == state.device.type
-        if any(map(_names_cuda, args)) or any(map(_names_cuda, kwargs.values())):
-            self._foreign.meets(f"device '{_first(args, kwargs)}' in {name}")
+        if name == "type" and len(args) > 1 and "cuda" in str(args[1]):
+            return _typed(args[0], args[1])
+        if any(map(names_cuda, args)) or any(map(names_cuda, kwargs.values())):
+            watching.meets(f"device '{_first(args, kwargs)}' in {name}")
             args = tuple(map(_ours, args))
             kwargs = {key: _ours(value) for key, value in kwargs.items()}
+        elif _numbered(name, args, kwargs):
+            watching.meets(f"a device by its number in {name}")
+        if kwargs.get("pin_memory") is True:
+            watching.meets(f"pin_memory=True in {name}")
+            # Of a tensor that is made on the host; torch would ask for an allocator of pinned memory.
+            made: torch.Tensor = func(*args, **{**kwargs, "pin_memory": False})
+            return private.pinned(made)
         return func(*args, **kwargs)
 
 
-def _names_cuda(value: Any) -> bool:
+def _typed(tensor: torch.Tensor, kind: Any) -> torch.Tensor:
+    name = str(kind) if isinstance(kind, str) else f"torch.cuda.{kind.__name__}"
+    watching.meets(f"Tensor.type('{name}')")
+    plain: Any = getattr(torch, name.rpartition(".")[2])
+    return tensor.to(state.device, plain.dtype)
+
+
+def names_cuda(value: Any) -> bool:
+    """Whether something is CUDA, or one of its devices, as text or as a device."""
     if type(value) is str:
         return value.partition(":")[0] in _KINDS
     return type(value) is torch.device and value.type in _KINDS
 
 
 def _first(args: Any, kwargs: Any) -> Any:
-    return next(value for value in (*args, *kwargs.values()) if _names_cuda(value))
+    return next(value for value in (*args, *kwargs.values()) if names_cuda(value))
+
+
+def _numbered(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a device is named by a number: torch takes it for one of the accelerator, as this is."""
+    positional = name == "to" and len(args) > 1 and type(args[1]) is int
+    return positional or type(kwargs.get("device")) is int
 
 
 def _ours(value: Any) -> Any:
-    return state.device if _names_cuda(value) else value
+    return state.device if names_cuda(value) else value
+
+
+def from_torch(frame: Any) -> bool:
+    """Whether a frame is of torch, or of this package."""
+    file: str = frame.f_code.co_filename
+    return file.startswith((_TORCH, _OURS))
+
+
+def _from_library(frame: Any) -> bool:
+    """The same, or of Python itself: it says nothing of who asks."""
+    file = frame.f_code.co_filename
+    if from_torch(frame) or file.startswith("<") or frame.f_globals.get("__name__") in _WRAPPERS:
+        return True
+    return file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
 
 
 def _caller() -> str:
-    """File and line of the innermost frame outside of torch and of this package."""
+    """File and line of the innermost frame that is of none of these libraries."""
     frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame is not None and _from_library(frame):
         frame = frame.f_back
     return (
         f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a place that is not known"
@@ -115,8 +210,13 @@ def _caller() -> str:
 def foreign(how: str = "map") -> Iterator[list[Found]]:
     """Within the block, code that names CUDA itself is mapped to the simulated device, or refused.
 
-    `Tensor.cuda`, devices named in calls of torch on the thread that enters the block; `Module.cuda`,
-    `torch.cuda`, `torch.autocast` and `torch.amp.GradScaler` on all threads.
+    `Tensor.cuda`, `Module.cuda`, `Tensor.pin_memory`, `torch.cuda`, `torch.autocast` and
+    `torch.amp.GradScaler` on all threads. Devices named in calls of torch, also by number, and
+    `pin_memory=True` on threads that are within a block; a device named on another one is refused with file
+    and line, and so is everywhere what this device does not have (a generator, a graph). Pinned memory and
+    devices by number are at work on this device as they are, and are told.
+
+    Blocks may be nested and stand on several threads; each is told of what any thread does meanwhile.
 
     Args:
         how: `map`, or `refuse`.
@@ -126,67 +226,25 @@ def foreign(how: str = "map") -> Iterator[list[Found]]:
 
     Raises:
         ForeignDevice: With file and line, where such code is refused.
-        ValueError: Neither of them.
+        DeviceInUse: A block in force, here or on another thread, wants it the other way.
+        ForeignMisused: Neither of them.
     """
+    from . import patches
+
     if how not in ("map", "refuse"):
-        raise ValueError(f"code that names CUDA is mapped or refused: 'map' or 'refuse', and not {how!r}")
-    seen = _Foreign(how == "map")
-    with _mapped_names(seen), _Mode(seen):
-        yield seen.found
-
-
-@contextmanager
-def _mapped_names(foreign: _Foreign) -> Iterator[None]:
-    """Functions of `torch.cuda` that `torch.sim` has too, and classes that take a device type as text."""
-    sim: Any = sys.modules["torch.sim"]
-    undo: list[Callable[[], None]] = []
-
-    def patch(owner: Any, name: str, new: Any) -> None:
-        old = vars(owner)[name]
-        setattr(owner, name, new)
-        undo.append(functools.partial(setattr, owner, name, old))
-
-    for name, ours in vars(sim).items():
-        if not name.startswith("__") and name in vars(torch.cuda) and callable(ours):
-            patch(torch.cuda, name, ours if name in _QUERIES else _told(foreign, f"torch.cuda.{name}", ours))
-    for kind in (torch.amp.autocast_mode.autocast, torch.amp.grad_scaler.GradScaler):
-        patch(kind, "__init__", _with_device_type(foreign, kind))
+        raise ForeignMisused(f"code that names CUDA is mapped or refused: 'map' or 'refuse', and not {how!r}")
+    block = Block(how == "map")
+    with watching.lock:
+        if watching.begins(block):
+            try:
+                patches.put_in()
+            except BaseException:
+                watching.ends(block)
+                raise
     try:
-        yield
+        with _Mode():
+            yield block.found
     finally:
-        while undo:
-            undo.pop()()
-
-
-def _told(foreign: _Foreign, what: str, ours: Any) -> Any:
-    if isinstance(ours, type):
-        return type(ours.__name__, (ours,), {"__init__": _told(foreign, what, vars(ours)["__init__"])})
-
-    @functools.wraps(ours)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # torch itself asks all devices for some things, as when the generators are seeded.
-        if not sys._getframe(1).f_code.co_filename.startswith(_LIBRARIES):
-            foreign.meets(what)
-        return ours(*args, **kwargs)
-
-    return call
-
-
-def _with_device_type(foreign: _Foreign, kind: type) -> Any:
-    before: Any = vars(kind)["__init__"]
-    default = kind is torch.amp.grad_scaler.GradScaler
-
-    @functools.wraps(before)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        words = list(args)
-        name = "device" if default else "device_type"
-        given = words[0] if words else kwargs.get(name, "cuda" if default else None)
-        if _names_cuda(given):
-            foreign.meets(f"{kind.__name__}('{given}')")
-            if words:
-                words[0] = state.device.type
-            else:
-                kwargs[name] = state.device.type
-        before(self, *words, **kwargs)
-
-    return init
+        with watching.lock:
+            if watching.ends(block):
+                patches.take_out()

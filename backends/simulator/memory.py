@@ -6,6 +6,7 @@ device. Numbers are exact to the byte: nothing is rounded up or cached.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,16 @@ import torch
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 """Frames of these say nothing about who asked for memory."""
 _DEPTH = 12
+
+
+def _host_memory() -> int:
+    """Bytes of memory that the host has; of one that does not say it, more than a task takes."""
+    if sys.platform == "win32":
+        return 1 << 40
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+_HOST = _host_memory()
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class Allocation:
     than an operator on few elements.
     """
 
-    __slots__ = ("dtype", "free", "host", "nbytes", "sequence", "shape", "strides", "view")
+    __slots__ = ("dtype", "free", "host", "nbytes", "resized", "sequence", "shape", "strides", "view")
 
     def __init__(self, host: torch.UntypedStorage, nbytes: int, sequence: int, free: Any) -> None:
         self.host = host
@@ -65,6 +76,7 @@ class Allocation:
         self.shape: Any = None
         self.strides: Any = None
         self.dtype: torch.dtype | None = None
+        self.resized = False
 
     def __del__(self) -> None:
         self.free(self.sequence, self.nbytes)
@@ -142,10 +154,13 @@ class Memory:
                 self.refused += 1
                 raise torch.OutOfMemoryError(self._no_room(more))
             self.allocated += more
-            self.peak = max(self.peak, self.allocated)
             _, operator, owner, stack = self._live[allocation.sequence]
             self._live[allocation.sequence] = nbytes, operator, owner, stack
             allocation.nbytes = nbytes
+            if self.allocated > self.peak:
+                self.peak = self.allocated
+                if self._watching:
+                    self.at_peak = self._blocks()
 
     def live(self, after: int = 0) -> list[Block]:
         """What is alive, in the order in which it was made.
@@ -168,9 +183,13 @@ class Memory:
             self.peak = self.allocated
             self.at_peak = self._blocks() if self._watching else None
 
+    def total_bytes(self) -> int:
+        """Bytes that there are: the capacity, or the memory of the host, where the bytes stand."""
+        return _HOST if self.capacity is None else self.capacity
+
     def free_bytes(self) -> int:
-        """Bytes that could be taken now; without a capacity there is no limit that this account knows: 0."""
-        return 0 if self.capacity is None else self.capacity - self.allocated
+        """Bytes that could be taken now."""
+        return max(self.total_bytes() - self.allocated, 0)
 
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:

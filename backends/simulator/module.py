@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from . import private
+from . import figures, private
 from .faults import faults
-from .kernels import Refusal
-from .memory import memory
+from .tensors import Refusal
 
 
 def synchronize(device: Any = None) -> None:
@@ -19,49 +19,31 @@ def synchronize(device: Any = None) -> None:
     struck = faults.passes("sync", "synchronize")
     if struck is not None:
         if struck.how == "late":
-            faults.later(struck.error())
+            faults.later(struck)
         else:
             raise struck.error()
 
 
-def memory_allocated(device: Any = None) -> int:
-    """Bytes alive."""
-    faults.asked("memory_allocated")
-    return memory.allocated
-
-
-def max_memory_allocated(device: Any = None) -> int:
-    """The most bytes that were alive at once."""
-    faults.asked("max_memory_allocated")
-    return memory.peak
-
-
-def reset_peak_memory_stats(device: Any = None) -> None:
-    """Let the peak be what is alive now."""
-    faults.asked("reset_peak_memory_stats")
-    memory.reset_peak()
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """(free, total) bytes; zeros where no capacity was set."""
-    faults.asked("mem_get_info")
-    return memory.free_bytes(), memory.capacity or 0
-
-
-def memory_stats(device: Any = None) -> dict[str, int]:
-    """Figures under the names that those of CUDA have."""
-    faults.asked("memory_stats")
-    return {
-        "allocated_bytes.all.current": memory.allocated,
-        "allocated_bytes.all.peak": memory.peak,
-        "allocation.all.allocated": memory.sequence,
-        "active.all.current": len(memory.live()),
-        "num_ooms": memory.refused,
-    }
+# Drawing: the device draws from the host's default generator.
 
 
 def manual_seed(seed: int) -> None:
-    """The device draws from the host's generator, which `torch.manual_seed` seeds."""
+    """Seed the generator that the device draws from: the host's, so the host draws anew, too."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def seed() -> int:
+    """Seed it by chance.
+
+    Returns:
+        The seed.
+    """
+    return torch.default_generator.seed()
+
+
+def initial_seed() -> int:
+    """What it was seeded with last."""
+    return torch.default_generator.initial_seed()
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
@@ -72,6 +54,27 @@ def get_rng_state(device: Any = None) -> torch.Tensor:
 def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
     """Of the host's generator."""
     torch.set_rng_state(new_state)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """Of each device: there is one."""
+    return [get_rng_state()]
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    """Of each device: there is one."""
+    for state in new_states:
+        set_rng_state(state)
+
+
+def empty_cache() -> None:
+    """Nothing is cached."""
+    faults.asked("empty_cache")
+
+
+def ipc_collect() -> None:
+    """Nothing is shared with other processes."""
+    faults.asked("ipc_collect")
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -90,6 +93,7 @@ class Event:
 
     def wait(self, stream: Any = None) -> None:
         """Nothing to wait for."""
+        faults.asked("Event.wait")
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -97,6 +101,7 @@ class Event:
 
     def query(self) -> bool:
         """Whether the mark is passed."""
+        faults.asked("Event.query")
         return True
 
     def elapsed_time(self, end: Any) -> float:
@@ -112,12 +117,15 @@ class Stream:
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
+        faults.asked("Stream.wait_stream")
 
     def wait_event(self, event: Any) -> None:
         """Nothing to wait for."""
+        faults.asked("Stream.wait_event")
 
     def record_event(self, event: Any = None) -> Any:
         """A mark, passed at once."""
+        faults.asked("Stream.record_event")
         return event or Event()
 
     def synchronize(self) -> None:
@@ -126,6 +134,7 @@ class Stream:
 
     def query(self) -> bool:
         """Whether everything is done."""
+        faults.asked("Stream.query")
         return True
 
 
@@ -198,21 +207,28 @@ def build() -> ModuleType:
         is_bf16_supported=lambda *_, **__: True,
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         synchronize=synchronize,
-        empty_cache=_nothing,
-        ipc_collect=_nothing,
-        memory_allocated=memory_allocated,
-        memory_reserved=memory_allocated,
-        max_memory_allocated=max_memory_allocated,
-        max_memory_reserved=max_memory_allocated,
-        reset_peak_memory_stats=reset_peak_memory_stats,
-        mem_get_info=mem_get_info,
-        memory_stats=memory_stats,
+        empty_cache=empty_cache,
+        ipc_collect=ipc_collect,
+        memory_allocated=figures.memory_allocated,
+        memory_reserved=figures.memory_allocated,
+        max_memory_allocated=figures.max_memory_allocated,
+        max_memory_reserved=figures.max_memory_allocated,
+        reset_peak_memory_stats=figures.reset_peak_memory_stats,
+        mem_get_info=figures.mem_get_info,
+        memory_stats=figures.memory_stats,
+        memory_stats_as_nested_dict=figures.memory_stats_as_nested_dict,
+        memory_snapshot=figures.memory_snapshot,
+        memory_summary=figures.memory_summary,
+        OutOfMemoryError=torch.OutOfMemoryError,
         manual_seed=manual_seed,
         manual_seed_all=manual_seed,
-        seed=_nothing,
-        seed_all=_nothing,
+        seed=seed,
+        seed_all=seed,
+        initial_seed=initial_seed,
         get_rng_state=get_rng_state,
         set_rng_state=set_rng_state,
+        get_rng_state_all=get_rng_state_all,
+        set_rng_state_all=set_rng_state_all,
         Stream=Stream,
         Event=Event,
         stream=_stream,

@@ -6,12 +6,14 @@ is noticed by name. They were tried with torch 2.13 only; 2.10 is the first rele
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter, tree_map
 
 SINCE = (2, 10)
 """The first release of torch in which a device can be registered from Python alone."""
@@ -21,6 +23,25 @@ CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 _SET = torch.ops.aten.set_.source_Storage_storage_offset._handle
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+
+
+META_KERNELS = str(Path(torch.__file__).parent / "_meta_registrations.py")
+"""The file with torch's kernels for tensors that have a shape only."""
+IS_CUDA: Any = vars(torch._C.TensorBase)["is_cuda"].__get__
+"""What a mode for torch functions is told of when `tensor.is_cuda` is asked."""
+LAZY_INIT = "_lazy_init"
+"""In `torch.cuda`: what everything that needs CUDA calls first, torch's own C++ among it."""
+leaves_of: Callable[[Any], Iterable[Any]] = tree_iter
+map_leaves: Callable[[Callable[[Any], Any], Any], Any] = tree_map
+
+
+pinned: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.pin_memory
+"""The method as it is, also while another one stands in its place."""
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view that is marked as one whose values are to be read as negative."""
+    return torch._neg_view(tensor)
 
 
 def too_old() -> str:
@@ -110,21 +131,21 @@ def below_autocast() -> AbstractContextManager[None]:
     return guard
 
 
-Patched = tuple[Callable[..., Any], Callable[..., Any], Callable[..., int]]
+Patched = tuple[Callable[..., Any], Callable[..., Any], Callable[..., int], Callable[..., Any]]
 
 
-def replace_storage_methods(new: Any, resize: Any, nbytes: Any) -> Patched:
-    """Put methods of ours in the place of three of `torch.UntypedStorage`.
+def replace_storage_methods(new: Any, resize: Any, nbytes: Any, copy: Any) -> Patched:
+    """Put methods of ours in the place of four of `torch.UntypedStorage`.
 
     Its constructor and `resize_` ask the device for an allocator, which a device in Python cannot have
     (torch 2.13 ends the process there).
 
     Returns:
-        What stood there: `__new__`, `resize_`, `nbytes`.
+        What stood there: `__new__`, `resize_`, `nbytes`, `copy_`.
     """
     kind: Any = torch.UntypedStorage
-    before = kind.__new__, kind.resize_, kind.nbytes
-    kind.__new__, kind.resize_, kind.nbytes = staticmethod(new), resize, nbytes
+    before = kind.__new__, kind.resize_, kind.nbytes, kind.copy_
+    kind.__new__, kind.resize_, kind.nbytes, kind.copy_ = staticmethod(new), resize, nbytes, copy
     kind.__init__ = _ignore
     return before
 

@@ -1,35 +1,21 @@
-"""Kernels of the simulated device for what is more than computing: making memory, copying, waiting, setting.
-
-Also those for operators whose way through torch would differ from the CPU's, so that other kernels, and
-other bits, came out.
-"""
+"""Kernels of the simulated device for what is more than computing: making, copying, waiting, setting."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from . import private
+from . import composed, private
 from .faults import faults
-from .kernels import (
-    HOST,
-    Refusal,
-    adopt,
-    alias,
-    finish_strike,
-    host_of,
-    kernel,
-    marked,
-    run,
-    state,
-    undo_half,
-    wrap,
-)
+from .kernels import kernel, mixed, undo_half
 from .memory import memory
+from .tensors import HOST, Refusal, alias, marked, newest, state, wrap
 
 aten = torch.ops.aten
+META = torch.device("meta")
 
 
 # Making
@@ -76,6 +62,11 @@ def _made(host: torch.Tensor) -> torch.Tensor:
 
 
 def _check(device: torch.device | None, layout: torch.layout | None) -> None:
+    # torch gives an operator with any tensor on meta to a kernel for shapes only, which asks for a result
+    # where the first one stands, and leaves it as it is.
+    asker = sys._getframe(2).f_code
+    if asker.co_filename == private.META_KERNELS:
+        raise mixed(META, asker.co_name)
     if device is not None and torch.device(device).index not in (None, 0):
         raise RuntimeError(
             f"SIM error: invalid device ordinal: there is one simulated device, sim:0, and no {device}"
@@ -101,7 +92,7 @@ def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = F
     else:
         after.copy_(before)
     if struck is not None:
-        finish_strike(struck)
+        faults.finish(struck)
     return target
 
 
@@ -149,7 +140,7 @@ def item(self: torch.Tensor) -> Any:
     struck = faults.passes("to_host", "aten::_local_scalar_dense")
     value = aten._local_scalar_dense(alias(self))
     if struck is not None:
-        finish_strike(struck)
+        faults.finish(struck)
     return value
 
 
@@ -180,109 +171,33 @@ def as_strided(
     offset = self.storage_offset() if storage_offset is None else storage_offset
     private.put(made, self.untyped_storage(), offset, size, stride)
     if struck is not None:
-        finish_strike(struck)
+        faults.finish(struck)
     return marked(made, self)
 
 
-def resize(
-    self: torch.Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
-) -> torch.Tensor:
-    """`Tensor.resize_`: new memory where the old is too small, with its values."""
-    shape = torch.empty(size, dtype=self.dtype, device="meta")
-    needed = (shape.numel() + self.storage_offset()) * self.element_size()
-    storage = self.untyped_storage()
-    if needed > storage.nbytes():
-        larger = torch.empty(needed, dtype=torch.uint8, device=HOST)
-        old = torch.empty(0, dtype=torch.uint8, device=HOST).set_(host_of(storage))
-        larger[: storage.nbytes()].copy_(old)
-        storage = adopt(larger.untyped_storage(), "aten::resize_")
-    return private.put(self, storage, self.storage_offset(), shape.size(), shape.stride())
+def set_to(operator: Any) -> Callable[..., Any]:
+    """`Tensor.set_`: the CPU's own kernel, on the tensors as they are: it looks at sizes only."""
 
-
-def on_host_keys(operator: Any) -> Callable[..., Any]:
-    """The CPU's own kernel, on the tensors of the device as they are: it looks at sizes only."""
-
-    def redispatch(*args: Any, **kwargs: Any) -> Any:
-        return operator.redispatch(private.CPU_KEYS, *args, **kwargs)
+    def redispatch(self: torch.Tensor, source: Any, *args: Any) -> Any:
+        struck = faults.passes("operator", "aten::set_")
+        if struck is not None and struck.how == "half":
+            faults.finish(struck)
+        if isinstance(source, torch.UntypedStorage):
+            source = newest(source)
+        made = operator.redispatch(private.CPU_KEYS, self, source, *args)
+        if struck is not None:
+            faults.finish(struck)
+        return made
 
     return redispatch
 
 
 def record_stream(self: torch.Tensor, stream: Any) -> None:
     """Nothing to do: there is one queue, and it is always empty."""
+    faults.asked("record_stream")
 
 
-# Operators that torch would take apart otherwise than on the CPU
-
-
-def convolution(*args: Any) -> Any:
-    """Devices outside of torch have a convolution of their own to give."""
-    return run(aten.convolution.default, *args)
-
-
-def convolution_backward(grad: Any, input: Any, weight: Any, *rest: Any) -> Any:  # noqa: A002 - torch's name
-    """Its gradients. torch does not tell such devices the bias's size: that of the output's channels."""
-    transposed, groups = rest[3], rest[5]
-    bias = [weight.size(1) * groups if transposed else weight.size(0)]
-    return run(aten.convolution_backward.default, grad, input, weight, bias, *rest)
-
-
-_FLASH = 1
-"""What `_fused_sdp_choice` says for the kernel that the CPU has."""
-
-
-def attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Scaled dot-product attention by the kernel that the CPU would choose."""
-    mask = attn_mask
-    if query.dim() == 4 and not dropout_p and not enable_gqa:
-        q, k, v = (alias(t.detach()).requires_grad_(t.requires_grad) for t in (query, key, value))
-        given = None if mask is None else alias(mask.detach())
-        if aten._fused_sdp_choice(q, k, v, given, dropout_p, is_causal, scale=scale) == _FLASH:
-            if mask is not None and mask.dtype == torch.bool:
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-            flash = aten._scaled_dot_product_flash_attention_for_cpu
-            out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale)[0]
-            return out
-    math = aten._scaled_dot_product_attention_math
-    plain: torch.Tensor = math(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return plain
-
-
-def lstm_cell(
-    input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any = None, hidden_bias: Any = None
-) -> Any:
-    """The cell that torch takes for a fused one on every device but the CPU, from plain operators."""
-    gates = input_gates + hidden_gates
-    if input_bias is not None:
-        gates = (input_gates + input_bias) + (hidden_gates + hidden_bias)
-    entry, forget, cell, out = gates.chunk(4, 1)
-    state_ = forget.sigmoid() * cx + entry.sigmoid() * cell.tanh()
-    return out.sigmoid() * state_.tanh(), state_, gates
-
-
-def gru_cell(
-    input_gates: Any, hidden_gates: Any, hx: Any, input_bias: Any = None, hidden_bias: Any = None
-) -> Any:
-    """The same for a gated recurrent unit."""
-    if input_bias is not None:
-        input_gates, hidden_gates = input_gates + input_bias, hidden_gates + hidden_bias
-    reset_in, update_in, new_in = input_gates.chunk(3, 1)
-    reset_h, update_h, new_h = hidden_gates.chunk(3, 1)
-    update = (update_in + update_h).sigmoid()
-    new = (new_in + (reset_in + reset_h).sigmoid() * new_h).tanh()
-    return (hx - new) * update + new, new
+# Refusing
 
 
 def refuse(operator: Any, *_: Any, **__: Any) -> Any:
@@ -303,20 +218,14 @@ SPECIAL: dict[str, Callable[..., Any]] = {
     "_copy_from": copy_from,
     "_copy_from_and_resize": copy_from_and_resize,
     "as_strided": as_strided,
-    "resize_": resize,
+    "resize_": kernel(aten.resize_.default),
     "_local_scalar_dense": item,
-    "convolution_overrideable": convolution,
-    "convolution_backward_overrideable": convolution_backward,
+    "convolution_overrideable": composed.convolution,
+    "convolution_backward_overrideable": composed.convolution_backward,
     "record_stream": record_stream,
-    **{f"set_.{overload}": on_host_keys(getattr(aten.set_, overload)) for overload in _SET},
+    **{f"set_.{overload}": set_to(getattr(aten.set_, overload)) for overload in _SET},
 }
 """Operator -> its kernel on the device."""
-COMPOSED: dict[str, Callable[..., Any]] = {
-    "_thnn_fused_lstm_cell": lstm_cell,
-    "_thnn_fused_gru_cell": gru_cell,
-    "scaled_dot_product_attention": attention,
-}
-"""Operator -> what it is composed of here, above autograd."""
 ON_HOST: dict[str, Callable[..., Any]] = {"_pin_memory": pin_memory, "is_pinned": is_pinned}
 """Operator -> its kernel on the host while the device is registered."""
 
@@ -332,7 +241,7 @@ def pinned_to_host() -> list[tuple[str, Callable[..., Any]]]:
     for short, operator in private.operators():
         full = f"aten::{short}"
         packet = short.partition(".")[0]
-        if short in SPECIAL or short in COMPOSED or "quantize" in short:
+        if short in SPECIAL or short in composed.COMPOSED or "quantize" in short:
             continue
         if torch.Tag.inplace_view in operator.tags and packet.startswith("resize"):
             continue

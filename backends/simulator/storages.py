@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from . import private
-from .kernels import adopt, state
-from .memory import Allocation, memory
+from .memory import Allocation
+from .tensors import adopt, newest, resize_memory, state
 
 
 def patch() -> None:
@@ -26,15 +26,17 @@ def patch() -> None:
         allocation = getattr(self, "_simulated", None)
         if type(allocation) is not Allocation:
             return before["resize"](self, size)
-        memory.resize(allocation, size)
-        allocation.host.resize_(size)
-        self._size = size
+        resize_memory(self, size, "UntypedStorage.resize_")
         return self
 
     def nbytes(self: Any) -> int:
-        size = self.__dict__.get("_size")
-        found: int = before["nbytes"](self) if size is None else size
+        allocation = self.__dict__.get("_simulated")
+        found: int = allocation.nbytes if type(allocation) is Allocation else before["nbytes"](self)
         return found
 
-    old = private.replace_storage_methods(new, resize, nbytes)
-    before["new"], before["resize"], before["nbytes"] = old
+    def copy(self: Any, source: Any, *args: Any, **more: Any) -> Any:
+        before["copy"](newest(self), newest(source), *args, **more)
+        return self
+
+    old = private.replace_storage_methods(new, resize, nbytes, copy)
+    before["new"], before["resize"], before["nbytes"], before["copy"] = old

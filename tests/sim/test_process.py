@@ -66,6 +66,21 @@ def test_an_old_torch_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     assert private.too_old() == ""
 
 
+def test_an_old_torch_is_told_by_a_run_before_anything_of_it_fails() -> None:
+    told = program(
+        "import torch\ntorch.__version__ = '2.9.1'\n"
+        "del torch._C._acc\n"  # which 2.9 does not have
+        "import interlock as il\n"
+        "net, sgd = torch.nn.Linear(2, 2), lambda m: torch.optim.SGD(m.parameters(), 0.1)\n"
+        "task = il.Task(model=lambda: net, optimizer=sgd, loss=lambda m, b: m(b).sum())\n"
+        "try: outcome = il.Engine('sim').start(task, [torch.ones(1, 2)]).wait(60); error = outcome.error\n"
+        "except Exception as raised: error = raised\n"
+        "print(type(error).__name__, error)"
+    )
+    assert told.startswith("DeviceUnavailable")
+    assert "it needs torch 2.10 or newer, and this is 2.9.1" in told
+
+
 def test_the_compiler_is_refused_for_it_and_works_for_the_host() -> None:
     told = program(
         "import torch\nfrom interlock.backends import simulator\nsimulator.install()\n"

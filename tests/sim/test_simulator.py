@@ -8,7 +8,9 @@ import io
 import pickle
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import interlock as il
 from interlock.backends import simulator
-from interlock.backends.simulator import Strike
+from interlock.backends.simulator import Strike, private
+from interlock.backends.simulator.plans import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +71,13 @@ def test_what_is_saved_is_mapped_from_its_file(tmp_path: Path) -> None:
     assert torch.equal(loaded["0.weight"].cpu(), net()[0].weight)
 
 
-def test_it_has_no_generator_of_its_own_and_draws_from_one_of_the_host() -> None:
+def test_it_has_no_generator_of_its_own_and_draws_from_the_default_one_of_the_host() -> None:
     with pytest.raises(NotImplementedError, match="getNewGenerator"):
         torch.Generator(device="sim")
-    drawn = torch.randn(3, device="sim", generator=torch.Generator().manual_seed(3))
-    assert torch.equal(drawn.cpu(), torch.randn(3, generator=torch.Generator().manual_seed(3)))
+    torch.manual_seed(3)
+    drawn = torch.randn(3, device="sim")
+    torch.manual_seed(3)
+    assert torch.equal(drawn.cpu(), torch.randn(3))
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -571,6 +577,389 @@ def test_a_strike_that_would_never_strike_is_refused(words: dict[str, Any]) -> N
         Strike(**words)
 
 
+# Mixed with what is not of the device
+
+
+def test_a_number_on_the_host_is_taken_exactly_where_cuda_takes_it() -> None:
+    torchgen = pytest.importorskip("torchgen")
+    listed = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
+    entries = {
+        entry.partition("(")[0]: "device_check: NoCheck" in entry
+        for entry in listed.read_text().split("\n- func: ")[1:]
+    }
+    keys = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+    wrong = []
+    for short, operator in private.operators():
+        arguments = operator._schema.arguments
+        tensors = [str(a.type) for a in arguments if "Tensor" in str(a.type)]
+        alone = len(tensors) < 2 and "List" not in "".join(tensors)
+        if short not in entries or alone or any(a.is_out for a in arguments) or "nested" in short:
+            continue
+        if any(word in short for word in ("_validate_compressed", "slice_inverse", "_scaled_dot_product")):
+            continue  # views and private parts, that are given one device by whoever calls them
+        if any(private.has_kernel(f"aten::{short}", key) for key in keys):
+            found = Plan(operator).numbers
+            if found != entries[short]:
+                wrong.append((short, found))
+    assert len(entries) > 2000
+    assert wrong == []
+
+
+def _sum_to_host() -> Any:
+    return torch.sum(there(3), 0, out=torch.zeros(()))
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "values for a mask": lambda: there(4).__setitem__(torch.ones(4, device="sim") > 0, torch.ones(4)),
+    "values for indices": lambda: there(4).__setitem__(torch.tensor([0, 1]), torch.ones(2)),
+    "one value for indices": lambda: there(4).index_put_((torch.tensor([0]),), torch.ones(1)),
+    "written to": lambda: torch.zeros(()).add_(torch.ones((), device="sim")),
+    "out": _sum_to_host,
+    "index": lambda: there(5).index_select(0, torch.tensor(1)),
+    "target": lambda: F.cross_entropy(there(2), torch.tensor(1)),
+    "stacked": lambda: torch.stack([torch.ones((), device="sim"), torch.ones(())]),
+    "clamped by": lambda: torch.clamp(there(2), min=torch.tensor(0.0)),
+    "listed": lambda: torch._foreach_add_([torch.ones((), device="sim"), torch.ones(())], 1.0),
+    "shape only, a factor": lambda: there(2, 4) @ torch.ones(4, 3, device="meta"),
+    "shape only, a layer": lambda: nn.Linear(4, 3, bias=False, device="meta")(there(2, 4)),
+    "shape only, a kernel": lambda: F.conv1d(there(1, 2, 4), torch.ones(2, 2, 1, device="meta")),
+    "shape only, a target": lambda: F.mse_loss(there(2, 4), torch.ones(2, 4, device="meta")),
+    "shape only, one of some": lambda: torch.cat([there(4), torch.ones(4, device="meta")]),
+}
+
+
+@pytest.mark.parametrize("mix", REFUSED)
+def test_what_cuda_does_not_take_from_elsewhere_is_refused(mix: str) -> None:
+    with pytest.raises(RuntimeError, match=r"on the same device|not on the expected device"):
+        REFUSED[mix]()
+
+
+TAKEN: dict[str, Callable[[str], torch.Tensor]] = {
+    "factor": lambda d: torch.tensor(2.0) * torch.ones(2, device=d),
+    "value for indices": lambda d: torch.zeros(4, device=d).index_put_(
+        (torch.tensor([0]),), torch.tensor(3.0)
+    ),
+    "value in brackets for a mask": lambda d: torch.zeros(4, device=d).index_put_(
+        (torch.ones(4, device=d) > 0,), torch.ones(1)
+    ),
+    "filled": lambda d: torch.zeros(4, device=d).masked_fill(torch.ones(4, device=d) > 0, torch.tensor(2.0)),
+    "chosen": lambda d: torch.where(torch.ones(4, device=d) > 0, torch.tensor(2.0), torch.zeros(4, device=d)),
+    "added": lambda d: torch._foreach_add([torch.ones(2, device=d)], torch.tensor(2.0))[0],
+}
+
+
+@pytest.mark.parametrize("take", TAKEN)
+def test_what_cuda_takes_from_the_host_is_taken(take: str) -> None:
+    assert torch.equal(TAKEN[take]("sim").cpu(), TAKEN[take]("cpu"))
+
+
+def test_only_the_shape_of_a_tensor_goes_to_meta() -> None:
+    assert there(2, 3).to("meta").shape == (2, 3)
+    with pytest.raises(NotImplementedError, match="no data"):
+        there(2).copy_(torch.ones(2, device="meta"))
+
+
+# What is changed in place
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "_foreach_add_": lambda x: torch._foreach_add_([x], 1.0),
+    "_foreach_mul_": lambda x: torch._foreach_mul_([x], [2.0]),
+    "_foreach_zero_": lambda x: torch._foreach_zero_([x]),
+    "_foreach_copy_": lambda x: torch._foreach_copy_([x], [x.detach().clone()]),
+    "_foreach_addcdiv_": lambda x: torch._foreach_addcdiv_([x], [x.detach().exp()], [x.detach().exp()]),
+    "add_": lambda x: x.add_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+def test_what_was_changed_since_gives_no_gradient(change: str, device: str) -> None:
+    w = torch.ones(3, device=device, requires_grad=True)
+    loss = (w * w.exp()).sum()
+    with torch.no_grad():
+        before = w._version
+        CHANGES[change](w)
+        assert w._version == before + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_scaler_changes_gradients_visibly() -> None:
+    gradient = there(3)
+    infinite, scale = torch.zeros((), device="sim"), torch.ones((), device="sim")
+    before = gradient._version
+    torch._amp_foreach_non_finite_check_and_unscale_([gradient], infinite, scale)
+    assert gradient._version > before
+
+
+def _resized(device: str) -> list[Any]:
+    x = torch.arange(4.0, device=device)
+    view = x[:2]
+    x.resize_(100)
+    view.add_(5)
+    x[50] = 7.0
+    grown = x.view(10, 10)[5, 0]
+    again = torch.empty(0, device=device).set_(view.untyped_storage(), 0, (100,), (1,))
+    y = torch.arange(6.0, device=device).view(2, 3).t()
+    channels = torch.zeros(48, device=device).resize_(1, 3, 4, 4, memory_format=torch.channels_last)
+    out, part = torch.zeros(2, device=device), torch.zeros(0, device=device)
+    part.set_(out)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a result is resized
+        torch.arange(5, dtype=torch.float32, out=out)
+    part.add_(10)
+    sizes = [t.untyped_storage().nbytes() for t in (x, view, out, part)]
+    told = [x[:4].tolist(), grown.item(), again[50].item(), out.tolist(), sizes]
+    return [*told, y.resize_(3, 2).stride(), channels.stride(), copy.deepcopy(view).tolist()]
+
+
+def test_what_is_resized_goes_on_sharing_its_memory() -> None:
+    before = simulator.memory.allocated
+    assert _resized("sim") == _resized("cpu")
+    assert simulator.memory.allocated == before
+    x = torch.ones(4, device="sim")
+    view = x[1:]
+    x.resize_(8)
+    assert simulator.memory.allocated == before + 32
+    del x
+    assert (view + 1).tolist() == [2.0] * 3
+    assert simulator.memory.allocated == before + 32
+
+
+def test_what_is_resized_is_saved_whole() -> None:
+    x = torch.arange(4.0, device="sim")
+    view, file = x[1:], io.BytesIO()
+    x.resize_(64)
+    x[1] = 9.0
+    torch.save(view, file)
+    file.seek(0)
+    assert torch.load(file, map_location="cpu", weights_only=True).tolist() == [9.0, 2.0, 3.0]
+
+
+def test_there_may_be_no_room_to_grow() -> None:
+    x, before = torch.ones(4, device="sim"), simulator.memory.allocated
+    with simulator.capacity(before + 8):
+        for grow in (lambda: x.resize_(100), lambda: x.untyped_storage().resize_(400)):
+            with pytest.raises(torch.OutOfMemoryError):
+                grow()
+    assert (x.tolist(), x.untyped_storage().nbytes()) == ([1.0] * 4, 16)
+    assert simulator.memory.allocated == before
+
+
+def test_memory_that_was_given_back_is_not_read() -> None:
+    x = torch.ones(4, device="sim")
+    x.add_(1)
+    x.untyped_storage().resize_(0)
+    for read in (lambda: x + 1, lambda: x.cpu(), lambda: x[1:] * 2):
+        with pytest.raises(RuntimeError, match="resize it again"):
+            read()
+    x.untyped_storage().resize_(16)
+    assert x.fill_(3).tolist() == [3.0] * 4
+
+
+def test_a_peak_may_be_reached_by_growing() -> None:
+    x = torch.ones(4, device="sim")
+    with simulator.memory.watched() as memory:
+        x.untyped_storage().resize_(160)
+        assert memory.at_peak is not None
+        assert max(block.nbytes for block in memory.at_peak) == 160
+
+
+# Drawing
+
+
+@pytest.mark.parametrize("seed", ["manual_seed", "manual_seed_all"])
+def test_it_draws_the_same_after_the_same_seed(seed: str) -> None:
+    def drawn() -> list[float]:
+        getattr(torch.sim, seed)(3)
+        found: list[float] = torch.rand(3, device="sim").tolist()
+        return found
+
+    assert drawn() == drawn()
+    assert torch.sim.initial_seed() == 3
+    (states,) = (torch.sim.get_rng_state_all(),)
+    first = torch.rand(3, device="sim").tolist()
+    torch.sim.set_rng_state_all(states)
+    assert torch.rand(3, device="sim").tolist() == first
+    with simulator.foreign("map"):
+        torch.cuda.manual_seed_all(3)
+        assert torch.rand(3, device="cuda").tolist() == drawn()
+    assert torch.sim.seed() != 3
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda g: torch.randn(3, device="sim", generator=g),
+        lambda g: torch.zeros(3, device="sim").normal_(generator=g),
+        lambda g: torch.multinomial(torch.ones(3, device="sim"), 1, generator=g),
+    ],
+)
+def test_it_draws_from_no_generator_of_the_host_that_is_named(draw: Callable[[Any], Any]) -> None:
+    with pytest.raises(RuntimeError, match="Expected a 'sim' device type for generator but found 'cpu'"):
+        draw(torch.Generator())
+
+
+# What `torch.cuda` has
+
+
+def test_memory_is_told_as_cuda_tells_it() -> None:
+    x = there(256)
+    stats = torch.sim.memory_stats()
+    nested = torch.sim.memory_stats_as_nested_dict()
+    assert nested["allocated_bytes"]["all"]["current"] == stats["allocated_bytes.all.current"] >= x.nbytes
+    assert str(stats["allocated_bytes.all.current"]) in torch.sim.memory_summary()
+    assert sum(one["allocated_size"] for one in torch.sim.memory_snapshot()) == simulator.memory.allocated
+    assert torch.sim.OutOfMemoryError is torch.OutOfMemoryError
+
+
+def test_there_is_a_total_of_memory_and_no_less_than_nothing_is_free() -> None:
+    x = there(256)
+    free, total = torch.sim.mem_get_info()
+    assert 0 < free == total - simulator.memory.allocated
+    with simulator.capacity(x.nbytes // 2):
+        assert torch.sim.mem_get_info() == (0, 512)
+
+
+def test_a_loss_that_is_unsafe_in_low_precision_is_refused_as_on_cuda() -> None:
+    probability, target = torch.full((3,), 0.5, device="sim"), torch.ones(3, device="sim")
+    with torch.autocast("sim", dtype=torch.float16):
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(probability, target)
+        with torch.autocast("sim", enabled=False):
+            assert F.binary_cross_entropy(probability, target).item() > 0
+
+
+# Strikes that overlap
+
+
+def late(match: str) -> Strike:
+    return Strike("operator", 1, "late", match=match)
+
+
+def test_an_inner_block_leaves_the_error_of_the_outer_one() -> None:
+    x = torch.ones(2, device="sim")
+    with simulator.striking(late("mul")):
+        x * 2
+        with simulator.striking(Strike("operator", 1, match="sub")):
+            pass
+        with pytest.raises(simulator.SimulatedFault):
+            simulator.synchronize()
+
+
+def test_several_late_errors_come_out_one_after_the_other() -> None:
+    x = torch.ones(2, device="sim")
+    first, second = late("mul"), Strike("operator", 1, "late", match="add", error=KeyError)
+    with simulator.striking(first, second):
+        x * 2 + 1
+        with pytest.raises(simulator.SimulatedFault):
+            simulator.synchronize()
+        assert (first.unheard, type(second.unheard)) == (None, KeyError)
+        with pytest.raises(KeyError):
+            simulator.synchronize()
+        simulator.synchronize()
+
+
+def test_an_error_that_nothing_waited_for_ends_with_its_block_and_is_kept() -> None:
+    strike = late("mul")
+    with simulator.striking(strike):
+        torch.ones(2, device="sim") * 2
+    simulator.synchronize()
+    assert isinstance(strike.unheard, simulator.SimulatedFault)
+
+
+def test_blocks_that_overlap_lose_no_strike() -> None:
+    x = torch.ones(2, device="sim")
+    first = simulator.striking(Strike("operator", 1, match="sub"))
+    second = simulator.striking(Strike("operator", 1, match="add"))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # as one of two threads would
+    x - 1
+    with pytest.raises(simulator.SimulatedFault):
+        x + 1
+    second.__exit__(None, None, None)
+    x + 1
+    assert not simulator.faults.hot
+
+
+def test_a_strike_counts_from_the_beginning_of_its_block() -> None:
+    x, strike = torch.ones(2, device="sim"), Strike("operator", 2, match="add")
+    for _ in range(2):
+        with simulator.striking(strike):
+            x + 1
+            with pytest.raises(simulator.SimulatedFault):
+                x + 1
+    with simulator.striking(strike), pytest.raises(simulator.StrikeMisused, match="in force already"):
+        simulator.striking(strike).__enter__()
+
+
+@pytest.mark.parametrize("how", ["fails", "half"])
+def test_growing_is_an_allocation_and_can_be_struck(how: str) -> None:
+    x, before = torch.ones(4, device="sim"), simulator.memory.allocated
+    for grow in (lambda: x.resize_(100), lambda: x.untyped_storage().resize_(400)):
+        strike = Strike("allocation", 1, how)
+        with simulator.striking(strike), pytest.raises(simulator.SimulatedFault):
+            grow()
+        assert strike.struck == 1
+        assert (x.tolist(), simulator.memory.allocated) == ([1.0] * 4, before)
+    with (
+        simulator.striking(Strike("operator", 1, how, match="resize_")),
+        pytest.raises(simulator.SimulatedFault),
+    ):
+        x.resize_(100)
+    assert (x.tolist(), simulator.memory.allocated) == ([1.0] * 4, before)
+
+
+ASKED: dict[str, Callable[[torch.Tensor], object]] = {
+    "resize_": lambda x: x.resize_(8),
+    "set_": lambda x: x.set_(x.untyped_storage(), 0, (1,), (1,)),
+    "UntypedStorage.resize_": lambda x: x.untyped_storage().resize_(0),
+    "UntypedStorage": lambda x: torch.UntypedStorage(8, device="sim"),
+    "view": lambda x: x[1:],
+    "empty_cache": lambda x: torch.sim.empty_cache(),
+    "ipc_collect": lambda x: torch.sim.ipc_collect(),
+    "memory_snapshot": lambda x: torch.sim.memory_snapshot(),
+    "memory_summary": lambda x: torch.sim.memory_summary(),
+    "mem_get_info": lambda x: torch.sim.mem_get_info(),
+    "Event.record": lambda x: torch.sim.Event().record(),
+    "Event.query": lambda x: torch.sim.Event().query(),
+    "Event.wait": lambda x: torch.sim.Event().wait(),
+    "Stream.query": lambda x: torch.sim.current_stream().query(),
+    "Stream.wait_stream": lambda x: torch.sim.current_stream().wait_stream(None),
+    "Stream.record_event": lambda x: torch.sim.current_stream().record_event(),
+}
+
+
+@pytest.mark.parametrize("call", ASKED)
+def test_whatever_is_asked_of_a_lost_device_is_refused_and_listed(call: str) -> None:
+    x = torch.ones(2, device="sim")
+    simulator.faults.lose("pulled")
+    try:
+        with pytest.raises(simulator.SimulatedLoss):
+            ASKED[call](x)
+        assert len(simulator.touched()) == 1
+    finally:
+        simulator.replug()
+    assert x.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda: Strike("nowhere"),
+        lambda: Strike("sync", how="blocks"),
+        lambda: simulator.draw(1, dict.fromkeys(simulator.POINTS, 0)),
+        lambda: simulator.foreign("ignore").__enter__(),
+        lambda: simulator.parameters("lost").__enter__(),
+    ],
+)
+def test_misuse_is_an_error_of_the_family(misuse: Callable[[], object]) -> None:
+    with pytest.raises(il.errors.InterlockError):
+        misuse()
+
+
 # What it refuses
 
 
@@ -606,4 +995,122 @@ def test_or_refused_with_file_and_line() -> None:
         pytest.raises(simulator.ForeignDevice, match=r"test_simulator\.py:"),
     ):
         torch.ones(2).cuda()
+    assert len(found) == 1
+
+
+HARD_CODED: dict[str, Callable[[], Any]] = {
+    "Tensor.pin_memory": lambda: torch.ones(2).pin_memory(),
+    "pin_memory=True in ones": lambda: torch.ones(2, pin_memory=True),
+    "torch.cuda.FloatTensor": lambda: torch.cuda.FloatTensor([1.0, 1.0]),
+    "Tensor.type('torch.cuda.FloatTensor')": lambda: torch.ones(2).type("torch.cuda.FloatTensor"),
+    "a device by its number in to": lambda: torch.ones(2).to(0),
+    "a device by its number in ones": lambda: torch.ones(2, device=0),
+    "device 'cuda' in to": lambda: torch.ones(2).to("cuda"),
+    "torch.cuda.memory_summary": lambda: torch.cuda.memory_summary(),
+    "torch.cuda.memory_allocated": lambda: torch.cuda.memory.memory_allocated(),
+    "torch.cuda.nvtx.range_push": lambda: torch.cuda.nvtx.range_push("here"),
+}
+
+
+@pytest.mark.parametrize("what", HARD_CODED)
+def test_each_way_to_name_cuda_is_mapped_and_told(what: str) -> None:
+    with simulator.foreign("map") as found:
+        made = HARD_CODED[what]()
+    assert [place.what for place in found] == [what]
+    assert "test_simulator.py:" in found[0].where
+    if isinstance(made, torch.Tensor):
+        assert made.tolist() == [1.0, 1.0]
+        assert made.is_pinned() or made.device.type == "sim"
+
+
+HELD = torch.cuda.synchronize
+NOWHERE: dict[str, Callable[[], Any]] = {
+    "a generator on 'cuda'": lambda: torch.Generator(device="cuda"),
+    "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
+    "what only CUDA has": lambda: HELD(),
+}
+
+
+@pytest.mark.parametrize("how", ["map", "refuse"])
+@pytest.mark.parametrize("what", NOWHERE)
+def test_what_cannot_be_mapped_is_refused_with_file_and_line(what: str, how: str) -> None:
+    with (
+        simulator.foreign(how) as found,
+        pytest.raises(simulator.ForeignDevice, match=r"test_simulator\.py:"),
+    ):
+        NOWHERE[what]()
+    assert [place.what for place in found] == [what]
+
+
+def on_another_thread(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_other_threads_are_mapped_or_refused_with_file_and_line() -> None:
+    with simulator.foreign("map") as found:
+        assert on_another_thread(lambda: torch.ones(2).cuda()).device.type == "sim"
+        with pytest.raises(simulator.ForeignDevice, match=r"test_simulator\.py:"):
+            on_another_thread(lambda: torch.ones(2, device="cuda"))
+    assert [place.what for place in found] == ["Tensor.cuda", "what only CUDA has"]
+
+
+def test_what_is_deprecated_is_told_where_it_is_called() -> None:
+    with simulator.foreign("map") as found, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.amp.GradScaler()
+    assert "test_simulator.py:" in found[0].where
+
+
+def test_pinned_batches_are_told() -> None:
+    with simulator.foreign("map") as found:
+        batches = torch.utils.data.DataLoader([torch.ones(2)], pin_memory=True)
+        assert [batch.is_pinned() for batch in batches] == [True]
+    assert [place.what for place in found] == ["Tensor.pin_memory"]
+    assert "test_simulator.py:" in found[0].where
+
+
+def test_blocks_may_be_nested_and_overlap_on_threads() -> None:
+    cuda = dict(vars(torch.cuda))
+    entered, leave = threading.Event(), threading.Event()
+    second: list[Any] = []
+
+    def stay() -> None:
+        with simulator.foreign("map") as found:
+            second.append(found)
+            entered.set()
+            assert leave.wait(30)
+
+    thread = threading.Thread(target=stay)
+    with simulator.foreign("map") as first:
+        thread.start()
+        assert entered.wait(30)
+        torch.ones(2).cuda()
+    torch.ones(2).cuda()  # as the other block wants it
+    leave.set()
+    thread.join()
+    assert (len(first), len(second[0])) == (1, 2)
+    with simulator.foreign("map") as one, simulator.foreign("map") as other:
+        torch.zeros(1, device="cuda")
+    assert one == other != []
+    assert dict(vars(torch.cuda)) == cuda
+
+
+def test_blocks_do_not_contradict_each_other() -> None:
+    with simulator.foreign("map"), pytest.raises(il.errors.DeviceInUse, match="mapped by one block"):
+        simulator.foreign("refuse").__enter__()
+    assert torch.cuda.is_available() is False
+
+
+def test_a_block_that_cannot_begin_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, pinned = dict(vars(torch.cuda)), torch.Tensor.pin_memory
+    monkeypatch.delattr(torch.amp.grad_scaler.GradScaler, "__init__")
+    with pytest.raises(KeyError):
+        simulator.foreign("map").__enter__()
+    assert dict(vars(torch.cuda)) == cuda
+    assert torch.Tensor.pin_memory is pinned
+    assert "cuda" not in vars(torch.Tensor)
+    monkeypatch.undo()
+    with simulator.foreign("map") as found:
+        torch.ones(1).cuda()
     assert len(found) == 1

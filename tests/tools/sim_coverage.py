@@ -7,6 +7,7 @@ Each operator with up to four samples of each dtype, forward and gradient, has t
 
 from __future__ import annotations
 
+import argparse
 import sys
 import warnings
 from collections.abc import Iterator
@@ -149,6 +150,9 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def main() -> int:
     """Compare all of them, and write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--page", type=Path, default=PAGE, help="where to write the page (%(default)s)")
+    page: Path = parser.parse_args().page
     simulator.install()
     torch.set_num_threads(1)
     rows, totals = [], []
@@ -183,8 +187,8 @@ def main() -> int:
         "|---|---|---|",
         *rows,
     ]
-    PAGE.write_text("\n".join(lines) + "\n")
-    sys.stderr.write(f"{PAGE.name} written\n")
+    page.write_text("\n".join(lines) + "\n")
+    sys.stderr.write(f"{page.name} written\n")
     return 0
 
 
