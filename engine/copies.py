@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,13 +18,14 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from .owners import describe_owner
+from .owners import owner_of
 from .references import locals_of, own_part, reached_from
-from .standing import on_device
+from .standing import on_device, over
 
 Device: TypeAlias = "str | torch.device | Callable[[torch.Tensor], bool] | None"
 
 _METHODS = ("__deepcopy__", "__reduce_ex__")
+_METHODS_OF_STORAGE = ("__deepcopy__", "__reduce__")
 _DEPTH = 12
 _SKIPPED = ("copy", "pickle", "_pickle", "copyreg", "interlock.copies")
 """Modules whose frames are the copying itself."""
@@ -31,13 +33,13 @@ _SKIPPED = ("copy", "pickle", "_pickle", "copyreg", "interlock.copies")
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy of one tensor.
+    """One copy of one tensor, or of a storage by itself.
 
     Attributes:
         kind: What copied it.
         path: Where it stood in the object that was copied, such as `local 'model' of save
             (train.py:8).encoder.weight`.
-        shape: Of the tensor.
+        shape: Of the tensor; of a storage its bytes.
         dtype: Its type, such as `torch.float32`.
         device: Where it stands.
         nbytes: Bytes of its elements.
@@ -143,11 +145,13 @@ def _predicate(device: Device) -> Callable[[torch.Tensor], bool]:
 
 
 def _patch() -> None:
-    todo: list[type] = [torch.Tensor]
+    # A storage has these from the base of all storages.
+    base = torch.UntypedStorage.__mro__[-2]
+    todo: list[type] = [torch.Tensor, base]
     while todo:
         kind = todo.pop()
         todo += type.__subclasses__(kind)
-        for name in _METHODS:
+        for name in _METHODS if issubclass(kind, torch.Tensor) else _METHODS_OF_STORAGE:
             old = vars(kind).get(name)
             if isinstance(old, types.FunctionType) and all(
                 kind is not done or name != m for done, m, *_ in _patched
@@ -168,24 +172,25 @@ def _restore() -> None:
 
 def _traced(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @wraps(method)
-    def traced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        under_way: set[int] = _busy.__dict__.setdefault("tensors", set())
-        # A subclass's method calls that of its base, and a deep copy may go by way of pickling.
-        if id(tensor) in under_way:
-            return method(tensor, *args, **kwargs)
-        under_way.add(id(tensor))
+    def traced(copied: Any, *args: Any, **kwargs: Any) -> Any:
+        under_way: set[int] = _busy.__dict__.setdefault("copied", set())
+        # A subclass's method calls that of its base, a deep copy may go by way of pickling, and that of a
+        # tensor goes on to its storage.
+        if id(copied) in under_way or (under_way and isinstance(copied, torch.UntypedStorage)):
+            return method(copied, *args, **kwargs)
+        under_way.add(id(copied))
         try:
-            known = _parts.pop(id(tensor), None)
-            if known is None or known != _memory(tensor):
-                _record(tensor, name)
-            made = method(tensor, *args, **kwargs)
-            if name == "__reduce_ex__" and isinstance(tensor, torch.nn.Parameter):
+            known = _parts.pop(id(copied), None)
+            if known is None or known != _memory(copied):
+                _record(copied, name)
+            made = method(copied, *args, **kwargs)
+            if name == "__reduce_ex__" and isinstance(copied, torch.nn.Parameter):
                 # It is pickled as a plain tensor over the same memory, which comes next.
                 parts = made[1] if isinstance(made, tuple) and len(made) > 1 else ()
                 _parts.update((id(one), _memory(one)) for one in parts if isinstance(one, torch.Tensor))
             return made
         finally:
-            under_way.discard(id(tensor))
+            under_way.discard(id(copied))
 
     return traced
 
@@ -196,7 +201,10 @@ def _memory(tensor: torch.Tensor) -> int:
     return 0
 
 
-def _record(tensor: torch.Tensor, name: str) -> None:
+def _record(copied: Any, name: str) -> None:
+    tensor = copied if isinstance(copied, torch.Tensor) else over(copied, torch)
+    if tensor is None:
+        return
     with _lock:
         asked = [tracer for tracer in _tracers if tracer.counts(tensor)]
     if not asked:
@@ -206,7 +214,7 @@ def _record(tensor: torch.Tensor, name: str) -> None:
         return
     made = Copy(
         kind=kind,
-        path=_path(tensor, roots),
+        path=_path(copied, roots),
         shape=tuple(tensor.shape),
         dtype=str(tensor.dtype),
         device=str(tensor.device),
@@ -260,9 +268,18 @@ def _module(frame: types.FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _path(tensor: torch.Tensor, roots: list[tuple[str, object]]) -> str:
+def _path(copied: Any, roots: list[tuple[str, object]]) -> str:
     found = [
-        reached_from(root, [value], {id(tensor)}).get(id(tensor), "") if value is not tensor else root
+        reached_from(root, [value], {id(copied)}).get(id(copied), "") if value is not copied else root
         for root, value in roots
     ]
-    return min(filter(None, found), key=len, default="") or describe_owner(tensor)
+    shortest = min(filter(None, found), key=len, default="")
+    if shortest:
+        return shortest
+    owner = owner_of([copied], time.monotonic() + _SECONDS)
+    # What only the copying itself has at hand has no name.
+    return owner.path if owner.held == "named" else f"the {type(copied).__name__} that was copied"
+
+
+_SECONDS = 1.0
+"""For the search for the owner of one tensor that stands nowhere in what the caller has."""

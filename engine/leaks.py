@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from . import standing
-from .owners import NOT_FOUND, Owner, owner_of
+from .owners import Finder, Owner
 from .process_state import Allowed
-from .references import own_part, reached_from
+from .references import own_part
 from .standing import Counts, Held, on_device
 
 SECONDS = 3.0
@@ -48,11 +48,13 @@ class Leak:
 
     Attributes:
         kind: `tensor`: Python knows it. `saved`: only autograd has it, for a backward pass. `block`: the
-            simulated device counts it, and no tensor over it was found.
+            simulated device counts it, and no tensor over it was found. `storage`: Python knows that alone,
+            without a tensor over it.
         shape: Of the tensor that takes most of it.
-        dtype: Its type, such as `torch.float32`; empty for a block.
+        dtype: Its type, such as `torch.float32`; empty for a block or a storage.
         device: Where it stands.
-        nbytes: The size of its memory, in bytes, counted once for all views of it.
+        nbytes: The size of its memory, in bytes, counted once for all views of it; of what was there before,
+            by how much it has grown.
         owners: Paths of references that hold it.
         held: As `Owner.held` of the first of these.
         operator: What made it, where the simulated device has recorded that.
@@ -60,7 +62,7 @@ class Leak:
         residue: Why a library may keep it; empty if it is a leak.
     """
 
-    kind: Literal["tensor", "saved", "block"]
+    kind: Literal["tensor", "saved", "block", "storage"]
     shape: tuple[int, ...]
     dtype: str
     device: str
@@ -75,7 +77,7 @@ class Leak:
         what = f"{'x'.join(map(str, self.shape)) or 'scalar'} {self.dtype}" if self.dtype else "memory"
         made = f", made by {self.operator}" if self.operator else ""
         lines = [f"{what} on {self.device}, {self.nbytes} bytes{made}"]
-        lines += [f"  {_HELD.get(self.held, 'held by ')}{owner}" for owner in self.owners]
+        lines += [f"  {_held(self.held, owner)}" for owner in self.owners]
         lines += [
             "  made at " + place if at == 0 else "     from " + place for at, place in enumerate(self.stack)
         ]
@@ -87,6 +89,11 @@ _HELD = {
     "unseen": "held by something that Python cannot see (C++, a thread's stack); last known: ",
     "unknown": "held by, as far as the search went: ",
 }
+
+
+def _held(how: str, owner: str) -> str:
+    # A path that begins with what autograd saved has its verb already.
+    return _HELD.get(how, "" if owner.startswith("saved by ") else "held by ") + owner
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class Census:
     storages: dict[int, Any] = field(repr=False)
     opaque: frozenset[int] = frozenset()
     blocks: frozenset[int] = frozenset()
+    sizes: Mapping[int, int] = field(default_factory=dict)
 
 
 def census(counts: Counts | None = None) -> Census:
@@ -119,7 +127,8 @@ def census(counts: Counts | None = None) -> Census:
         weak = standing.torch_module().multiprocessing.reductions.StorageWeakRef
         storages = {key: weak(one.storage) for key, one in found.items() if one.storage is not None}
     opaque = frozenset(key for key, one in found.items() if one.storage is None)
-    return Census(counts, storages, opaque, frozenset(block.sequence for block in standing.blocks()))
+    sizes = {key: one.nbytes for key, one in found.items()}
+    return Census(counts, storages, opaque, frozenset(block.sequence for block in standing.blocks()), sizes)
 
 
 def live_tensors(counts: Counts | None = None) -> tuple[Leak, ...]:
@@ -140,11 +149,13 @@ def since(before: Census, allowed: Sequence[Allowed] = (), seconds: float = SECO
         seconds: For the search for owners.
     """
     found = standing.standing(before.counts)
-    new = [
-        one
-        for key, one in found.items()
-        if key not in (before.opaque if one.storage is None else before.storages)
-    ]
+    new = []
+    for key, one in found.items():
+        if key in (before.opaque if one.storage is None else before.storages):
+            one.nbytes -= before.sizes.get(key, one.nbytes)  # what it has grown by
+            if one.nbytes <= 0:
+                continue
+        new.append(one)
     known = {standing.sequence_of(one) for one in found.values()}
     blocks = [one for one in standing.blocks() if one.sequence not in before.blocks | known]
     found.clear()
@@ -186,41 +197,12 @@ def render(leaks: Sequence[Leak], limit: int = 10) -> str:
 
 def _explained(held: list[Held], allowed: Sequence[Allowed], until: float) -> list[Leak]:
     """Leaks with owners. Searched for only where the way from an owner found before does not lead."""
-    boxes = [one.tensors for one in held]
-    lists = [held, boxes, *boxes, *(vars(one) for one in held)]
-    wanted = {id(thing) for box in boxes for thing in box}
-    paths: dict[int, Owner] = {}
-
-    def passed_over(path: str) -> bool:
-        return bool(_residue(path, allowed))
-
-    def search(box: list[Any]) -> Owner:
-        """Of the one object in a box; and of all others that are found on the way down to it."""
-        key = id(box[0])
-        if key not in paths:
-            way: list[object] = []
-            paths[key] = owner_of(box, until, own=[*lists, box], passed_over=passed_over, way=way)
-            if way:
-                below = reached_from(paths[key].root, way, wanted - set(paths))
-                paths.update((one, Owner(path, "named")) for one, path in below.items())
-        return paths[key]
-
+    finder = Finder(held, until, own=[held], passed_over=lambda path: bool(_residue(path, allowed)))
     leaks = []
     for one in sorted(held, key=lambda one: -one.nbytes):
-        found = Owner(NOT_FOUND, "unseen")
-        for place in range(0 if one.only_saved else min(_VIEWS, len(one.tensors))):
-            # A view may have a name where its base has none.
-            found = search(one.tensors[place : place + 1])
-            if found.held == "named":
-                break
-        if found.held != "named" and one.graph is not None:
-            graph = search([one.graph])
-            found = replace(graph, path=f"saved by {one.saved_by} in the graph of {graph.path}")
+        found = next(finder.owners_of(one))
         leaks.append(_leak(one, found, allowed))
     return leaks
-
-
-_VIEWS = 4
 
 
 def _leak(held: Held, owner: Owner, allowed: Sequence[Allowed]) -> Leak:
@@ -230,9 +212,9 @@ def _leak(held: Held, owner: Owner, allowed: Sequence[Allowed]) -> Leak:
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
         largest = max(held.tensors, key=base.numel)
         return Leak(
-            kind="saved" if held.only_saved else "tensor",
-            shape=tuple(base.shape.__get__(largest)),
-            dtype=str(base.dtype.__get__(largest)),
+            kind="storage" if held.bare else "saved" if held.only_saved else "tensor",
+            shape=() if held.bare else tuple(base.shape.__get__(largest)),
+            dtype="" if held.bare else str(base.dtype.__get__(largest)),
             device=str(base.device.__get__(largest)),
             nbytes=held.nbytes,
             owners=(owner.path,),

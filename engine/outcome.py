@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from interlock.backends.adapter import Leftover
 
 StatusName = Literal["finished", "stopped", "failed", "cancelled"]
+
+
+def held_by(owners: Sequence[str]) -> str:
+    """Who holds a leftover, in words: at most three of them."""
+    told = "; ".join(owners[:3]) or "an owner that was not found"
+    return told if told.startswith("saved by ") else f"held by {told}"
 
 
 @dataclass(frozen=True)
@@ -44,9 +50,9 @@ class Residue:
         if self.leftovers:
             text += f" in {len(self.leftovers)} block(s)"
         for leftover in self.leftovers[:5]:
-            held = "; ".join(leftover.owners[:3]) or "an owner that was not found"
             place = f" at {leftover.stack[0]}" if leftover.stack else ""
-            text += f"\n  {leftover.nbytes} bytes made by {leftover.origin}{place}, held by {held}"
+            held = held_by(leftover.owners)
+            text += f"\n  {leftover.nbytes} bytes made by {leftover.origin}{place}, {held}"
         return text + (f" ({self.by_design})" if self.by_design else "")
 
 

@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from .references import gradient_of, local, locals_of, render
-from .standing import known_tensors, torch_module
+from .references import gradient_of, locals_of, reached_from, render
+from .roots import BY_TOOL, by_engine, frames, of_engine, passing, root_of
+from .roots import of_running as _of_running
+from .standing import Held, known_tensors, standing, torch_module
 
 if TYPE_CHECKING:
     from interlock.backends.adapter import Adapter, Leftover
 
-__all__ = ["Owner", "describe_owner", "locals_of", "owner_of", "with_owners"]
+__all__ = ["Finder", "Owner", "describe_owner", "locals_of", "owner_of", "with_owners"]
 
 DEPTH = 12
 BREADTH = 64
@@ -31,9 +33,6 @@ SECONDS = 2.0
 """For all leftovers of a run together: a report must not hold up the end that it reports on."""
 
 NOT_FOUND = "an owner that was not found"
-BY_TOOL = "(by the test tool) "
-_TOOLS = ("_pytest", "pluggy", "hypothesis", "unittest", "xdist")
-"""Packages whose running functions have the objects of a test in variables of their own."""
 
 
 @dataclass(frozen=True)
@@ -53,28 +52,113 @@ class Owner:
 
 
 def with_owners(leftovers: Iterable[Leftover], adapter: Adapter) -> tuple[Leftover, ...]:
-    """The leftovers, each with the reference paths of the tensors over it.
+    """The leftovers, each with who holds the memory of it; those that something with a name holds come first.
 
     Args:
         leftovers: As the backend reported them.
         adapter: Finds the tensors.
     """
     until = time.monotonic() + SECONDS
-    told: dict[int, str] = {}
+    torch = torch_module()
+    # Held meanwhile: so the adapter finds among all tensors also those that Python had none of.
+    pieces = standing(lambda one: type(one) in (torch.Tensor, torch.nn.Parameter) and adapter.resident(one))
+    finder = Finder(pieces.values(), until, own=[pieces])
+    told: dict[int, list[Owner]] = {}
+    # What a graph keeps is the slowest to search for, and follows from what holds the graph.
+    for one in sorted(pieces.values(), key=lambda one: one.graph is not None):
+        told[id(one)] = list(finder.owners_of(one))
     found = []
     for leftover in leftovers:
-        held = []
-        # All of them first: what looks for them holds them while it looks.
-        tensors = list(adapter.holders(leftover))
-        while tensors:
-            box = [tensors.pop()]
-            key = id(box[0])
-            if key not in told:
-                told[key] = owner_of(box, until, own=[box, tensors]).path
-            held.append(told[key])
+        tensors = {id(tensor) for tensor in adapter.holders(leftover)}
+        over = [one for one in pieces.values() if any(id(tensor) in tensors for tensor in one.tensors)]
+        # Of a backend that cannot tell its blocks apart, what has the size of the block.
+        over = [one for one in over if one.nbytes == leftover.nbytes] or over
         # The simplest first: in which order tensors are found is up to the collector.
-        found.append(replace(leftover, owners=tuple(sorted(dict.fromkeys(held), key=len))))
-    return tuple(found)
+        held = sorted({owner for one in over for owner in told[id(one)]}, key=_simplest)
+        paths = tuple(dict.fromkeys(owner.path for owner in held))
+        worst = held[0] if held else Owner(NOT_FOUND, "unknown")
+        named = tuple(path for path in paths if path != NOT_FOUND) or paths
+        found.append((_simplest(worst)[0], replace(leftover, owners=named)))
+    return tuple(one for _, one in sorted(found, key=lambda entry: entry[0]))
+
+
+def _simplest(owner: Owner) -> tuple[int, int, str]:
+    indirect = 1 if owner.path.startswith((_SAVED, _GRADIENT)) else 0
+    return (indirect if owner.held == "named" else 2, len(owner.path), owner.path)
+
+
+class Finder:
+    """Searches for the owners of several pieces of memory, and asks for each thing once.
+
+    Args:
+        pieces: All that is searched for.
+        until: When to give up, by `time.monotonic()`.
+        own: Containers of the caller's that hold them meanwhile, besides those of the pieces.
+        passed_over: As for `owner_of`.
+    """
+
+    def __init__(
+        self,
+        pieces: Iterable[Held],
+        until: float,
+        own: Sequence[object] = (),
+        passed_over: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._until = until
+        self._passed_over = passed_over
+        held = [*pieces]
+        boxes = [one.tensors for one in held]
+        self._own = [*own, held, *held, boxes, *boxes, *map(vars, held)]
+        self._wanted = {id(thing) for box in boxes for thing in box}
+        self._paths: dict[int, Owner] = {}
+
+    def owners_of(self, one: Held) -> Iterator[Owner]:
+        """Who holds a storage: a tensor's owner, a graph of autograd, the leaf of a gradient.
+
+        Args:
+            one: One of the pieces.
+
+        Returns:
+            Those with a name; if there is none, one without.
+        """
+        found = Owner(NOT_FOUND, "unseen")
+        named = False
+        if one.bare:
+            yield self._search([one.storage])
+            return
+        for place in range(0 if one.only_saved else min(_VIEWS, len(one.tensors))):
+            # A view may have a name where its base has none.
+            found = self._search(one.tensors[place : place + 1])
+            if found.held == "named":
+                named = True
+                yield found
+        if named:
+            return
+        if one.graph is not None:
+            graph = self._search([one.graph])
+            found = replace(graph, path=f"{_SAVED}{one.saved_by} in the graph of {graph.path}")
+        elif one.leaf_saved is not None:
+            graph = self._search([one.leaf_saved])
+            found = replace(graph, path=f"{_GRADIENT}a parameter in the graph of {graph.path}")
+        yield found
+
+    def _search(self, box: list[Any]) -> Owner:
+        """Of the one object in a box; and of all others that are found on the way down to it."""
+        key = id(box[0])
+        if key not in self._paths:
+            way: list[object] = []
+            passed, own = self._passed_over, [*self._own, box]
+            found = owner_of(box, self._until, own=own, passed_over=passed, way=way)
+            self._paths[key] = found
+            if way:
+                below = reached_from(found.root, way, self._wanted - set(self._paths))
+                self._paths.update((one, Owner(path, "named")) for one, path in below.items())
+        return self._paths[key]
+
+
+_VIEWS = 4
+"""How many tensors over one storage are asked for a name."""
+_SAVED, _GRADIENT = "saved by ", "the gradient of "
 
 
 def describe_owner(thing: object, until: float = math.inf) -> str:
@@ -113,51 +197,69 @@ def owner_of(
         passed_over: Says of a path that it is told only if there is no other one.
         way: Where to put the objects of the path, from the first that the named one refers to.
     """
-    search = _Search(box, [*own, box])
-    other = ""
-    chain: list[object] = []
-    for root, chain in search.paths(until):
-        path = render(root, chain)
-        if not passed_over(path) and not path.startswith(BY_TOOL):
-            if way is not None:
-                way.extend(chain)
-            return Owner(path, "named", root)
-        other = other or path
-    if other:
-        return Owner(other, "named")
-    # Counted before anything is put in words: reading an object's attributes may give it a dictionary.
+    # What an error's frames hold goes with the error: so, first, what holds it besides.
+    search = _Search(box, [*own, box], until, errors=False)
+    found, chain, told = _named(search, passed_over)
+    if told or not search.errors_met:
+        _put(way, chain if told else ())
+        return found or search.verdict()
+    plain = search.longest(of_program=True)
+    search = _Search(box, [*own, box], until)
+    traced, chain, told = _named(search, passed_over)
+    if traced and told and not (plain and by_engine(chain)):
+        _put(way, chain)
+        return traced
+    if plain and not found:
+        return Owner(plain, "unknown")
     chain = []
-    outside = search.complete and search.held_from_outside()
-    path = search.longest() or NOT_FOUND
-    if not search.complete:
-        return Owner(path, "unknown")
-    return Owner(path, "unseen" if outside else "cycle")
+    return found or traced or search.verdict()
+
+
+def _put(way: list[object] | None, chain: Sequence[object]) -> None:
+    if way is not None:
+        way.extend(chain)
+
+
+def _named(search: _Search, passed_over: Callable[[str], bool]) -> tuple[Owner | None, list[object], bool]:
+    """The first path from something with a name, its objects, and whether it is one not to be passed over."""
+    other: Owner | None = None
+    for root, chain in search.paths():
+        path = render(root, chain)
+        if not passed_over(path) and not path.startswith((BY_TOOL, "global _pytest.")):
+            return Owner(path, "named", root), chain, True
+        other = other or Owner(path, "named")
+    return other, [], False
 
 
 class _Search:
     """Breadth first, from an object to what refers to it; see `owner_of`."""
 
-    def __init__(self, box: list[Any], own: Sequence[object]) -> None:
-        self.complete = False
+    def __init__(self, box: list[Any], own: Sequence[object], until: float, errors: bool = True) -> None:
+        self._until = until
+        self._errors = errors
+        self.errors_met = False
+        """Whether there were tracebacks, or frames, that it was told not to follow."""
+        self._complete = False
         """Whether all that refers to the object, by any number of steps, was looked at."""
         self._last: int | None = None
+        self._instance: int | None = None
         self._own = list({id(one): one for one in own}.values())
         self._objects: dict[int, Any] = {id(one): one for one in box}
         self._toward: dict[int, int] = {}
         """An owner's id -> the id of what it refers to, one step nearer to the object."""
         self._cut = False
 
-    def paths(self, until: float) -> Iterator[tuple[str, list[object]]]:
+    def paths(self) -> Iterator[tuple[str, list[object]]]:
         """Paths from something with a name, the shortest first: that name, and the objects after it."""
         level = list(self._objects)
         skipped = {id(one) for one in (self._own, *self._own, self._objects, self._toward)}
         skipped |= {id(self), id(vars(self)), *_running_ids()}
         steps = 0
-        while level and steps < DEPTH and time.monotonic() < until:
+        while level and steps < DEPTH and time.monotonic() < self._until:
             yield from self._named_by_variables(level)
             above: list[int] = []
             for key, target in self._owners(level, skipped):
-                root = _root(self._objects[key], self._objects[target])
+                root = root_of(self._objects[key], self._objects[target])
                 if root:
                     # Its own name ends the path there; what refers to a module or a class is no owner.
                     skipped.add(key)
@@ -174,12 +276,22 @@ class _Search:
                     self._cut = True
             steps += not above or any(type(self._objects[key]) is not types.TracebackType for key in above)
             level = above
-            outside = (key for key in level if not _of_engine(self._objects[key]))
-            plain = (key for key in outside if type(self._objects[key]) is not types.FrameType)
-            self._last = next(plain, self._last)
-        self.complete = not level and not self._cut
+            outside = [key for key in level if not of_engine(self._objects[key])]
+            self._last = next((key for key in outside if not passing(self._objects[key])), self._last)
+            own = (key for key in outside if type(self._objects[key]).__module__ != "builtins")
+            self._instance = next((key for key in own if self._of_program(key)), self._instance)
+        self._complete = not level and not self._cut
 
-    def held_from_outside(self) -> bool:
+    def verdict(self) -> Owner:
+        """What is known of an object that nothing with a name holds."""
+        # Counted before anything is put in words: reading an object's attributes may give it a dictionary.
+        outside = self._complete and self._held_from_outside()
+        path = self.longest() or NOT_FOUND
+        if not self._complete:
+            return Owner(path, "unknown")
+        return Owner(path, "unseen" if outside else "cycle")
+
+    def _held_from_outside(self) -> bool:
         """Whether anything but the objects found refers to one of them; only if the search was complete."""
         objects = self._objects
         inside = dict.fromkeys(objects, 0)
@@ -197,6 +309,11 @@ class _Search:
         found = []
         for owner in gc.get_referrers(*[self._objects[key] for key in level]):
             if id(owner) in skipped or id(owner) in self._objects:
+                continue
+            if not self._errors and type(owner) in (types.FrameType, types.TracebackType):
+                if not self.errors_met:
+                    self.errors_met = True
+                    self._until = min(self._until, time.monotonic() + SECONDS / 2)
                 continue
             target = next((id(one) for one in gc.get_referents(owner) if id(one) in wanted), None)
             if target is not None:
@@ -227,9 +344,15 @@ class _Search:
             chain.append(self._objects[key])
         return chain
 
-    def longest(self) -> str:
-        """The longest path that leads to the object, from no matter what."""
-        return "" if self._last is None else render("", self._chain(self._last))
+    def longest(self, of_program: bool = False) -> str:
+        """The longest path that leads to the object: from an object of the program's, or no matter what."""
+        start = self._instance
+        if start is None and not of_program:
+            start = self._last
+        return "" if start is None else render("", self._chain(start))
+
+    def _of_program(self, key: int) -> bool:
+        return not any(passing(one) or of_engine(one) for one in self._chain(key))
 
 
 def _is_tensor(thing: object) -> bool:
@@ -237,69 +360,5 @@ def _is_tensor(thing: object) -> bool:
     return torch is not None and torch.Tensor in type(thing).__mro__
 
 
-def _frames() -> Iterator[types.FrameType]:
-    """All functions that are running, on any thread."""
-    frame: types.FrameType | None = None
-    tops = [*sys._current_frames().values()]
-    try:
-        while tops:
-            frame = tops.pop()
-            while frame is not None:
-                yield frame
-                frame = frame.f_back
-    finally:
-        # One of them is that of whoever asks, which would keep itself, and all that it looks at.
-        del frame, tops
-
-
 def _running_ids() -> set[int]:
-    return {id(frame) for frame in _frames()}
-
-
-def _of_running(level: dict[int, object]) -> list[tuple[str, int]]:
-    """Local variables of functions that are running: the collector knows nothing of these."""
-    found = []
-    for frame in _frames():
-        module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if module == "interlock":
-            continue
-        by = BY_TOOL if module in _TOOLS else ""
-        known = _module_of(frame.f_globals) if frame.f_locals is frame.f_globals else ""
-        found += [
-            (f"global {known}.{name}" if known else by + local(name, frame), id(value))
-            for name, value in locals_of(frame)
-            if id(value) in level
-        ]
-    return sorted(found, key=lambda entry: entry[0].startswith(BY_TOOL))
-
-
-def _of_engine(owner: object) -> bool:
-    """Whether it is a part of the run itself, which lets go of everything at its end."""
-    where = getattr(owner if isinstance(owner, types.FunctionType) else type(owner), "__module__", None)
-    return isinstance(where, str) and where.partition(".")[0] == "interlock"
-
-
-def _root(owner: object, target: object) -> str:
-    """The name of an owner that ends the search; empty for one that does not."""
-    if type(owner) is dict:
-        module = _module_of(owner)
-        names = [str(key) for key, value in owner.items() if value is target] if module else ()
-        return f"global {module}.{names[0]}" if names else ""
-    if isinstance(owner, type):
-        name = _importable(owner)
-        return f"class {name}" if name and type(target) is dict else ""
-    return ""
-
-
-def _module_of(namespace: dict[Any, Any]) -> str:
-    name = namespace.get("__name__")
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    return str(name) if module is not None and vars(module) is namespace else ""
-
-
-def _importable(kind: type) -> str:
-    """The name of a class that its module has; empty for one that only its instances know."""
-    found: object = sys.modules.get(kind.__module__)
-    for part in kind.__qualname__.split("."):
-        found = vars(found).get(part) if isinstance(found, (type, types.ModuleType)) else None
-    return f"{kind.__module__}.{kind.__qualname__}" if found is kind else ""
+    return {id(frame) for frame in frames()}

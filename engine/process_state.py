@@ -4,7 +4,7 @@
 `settled(before)` first lets what is just ending end. What may differ stands in `ALLOWED`, each entry with its
 reason, and in what a caller adds to it; nothing else is forgiven.
 
-Reading loads nothing: torch's switches are read only where torch is loaded.
+Reading loads nothing: the switches of a library are read only where it is loaded.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import process_switches
+from .process_switches import handler
+
 
 @dataclass(frozen=True)
 class Allowed:
     """One thing that may differ.
 
     Attributes:
-        what: `environment`, `file`, `process`, `thread`, `signal handler`, `warning filter`, `hook`, `torch`,
-            `current directory`; for what may stay on a device, `tensor`.
+        what: `environment`, `file`, `process`, `thread`, `signal handler`, `warning filter`, `hook`,
+            `interpreter`, `logger`, `numpy`, `torch`, `simulated device`, `current directory`; for what may
+            stay on a device, `tensor`.
         pattern: As of a shell, for the thing's name or for the whole line (for a tensor, its owner's path).
         reason: Why nobody is to blame.
     """
@@ -71,6 +75,15 @@ ALLOWED = (
         "SIGCHLD: * became <function _set_SIGCHLD_handler*",
         "torch's loader watches its workers; set once, with the first worker, on the main thread",
     ),
+    Allowed(
+        "interpreter",
+        "garbage collection's callbacks: * became *hypothesis.internal*",
+        "Hypothesis measures, from its first example on, how long the collector takes",
+    ),
+    *(
+        Allowed("logger", f"{name}: set to *", "torch sets up its logs when a part of it is first imported")
+        for name in ("torch*", "strobelight*", "c10d*")
+    ),
     Allowed("warning filter", "*numpy.* size changed*", "numpy, when first imported"),
     Allowed("warning filter", "*numpy.exceptions.RankWarning*", "numpy, when first imported"),
     Allowed("warning filter", "*torch::jit::fuser::cuda*", "torch, when first imported"),
@@ -86,7 +99,7 @@ ALLOWED = (
 
 @dataclass(frozen=True)
 class State:
-    """One reading of the process. `torch` is None while torch is not loaded."""
+    """One reading of the process. Of a library that is not loaded there is None."""
 
     threads: dict[int, threading.Thread]
     processes: dict[int, str]
@@ -97,7 +110,11 @@ class State:
     filters: list[Any]
     directory: str
     modules: frozenset[str]
-    torch: dict[str, Hashable] | None = field(default=None)
+    interpreter: dict[str, Any] = field(default_factory=dict)
+    loggers: dict[str, Hashable] = field(default_factory=dict)
+    numpy: dict[str, Hashable] | None = None
+    torch: dict[str, Hashable] | None = None
+    simulator: dict[str, Hashable] | None = None
 
 
 def snapshot(watched: Sequence[str] = ()) -> State:
@@ -115,8 +132,14 @@ def snapshot(watched: Sequence[str] = ()) -> State:
         hooks={"sys.excepthook": sys.excepthook, "threading.excepthook": threading.excepthook},
         filters=list(warnings.filters),
         directory=_directory(),
-        modules=frozenset(name for name in sys.modules if name.partition(".")[0] in watched),
-        torch=_torch(),
+        modules=frozenset(
+            name for name in (sys.modules if watched else ()) if name.partition(".")[0] in watched
+        ),
+        interpreter=process_switches.interpreter(),
+        loggers=process_switches.loggers(),
+        numpy=process_switches.of_numpy(),
+        torch=process_switches.of_torch(),
+        simulator=process_switches.of_simulator(),
     )
 
 
@@ -141,7 +164,17 @@ def differences(before: State, after: State, allowed: Sequence[Allowed] = ALLOWE
             _Difference("module", name, f"module loaded: {name}")
             for name in sorted(after.modules - before.modules)
         ),
-        *_mapping("torch", before.torch or after.torch or {}, after.torch or {}),
+        *_mapping("interpreter", before.interpreter, after.interpreter),
+        *_mapping("logger", before.loggers, after.loggers),
+        *(
+            one
+            for what, old, new in (
+                ("numpy", before.numpy, after.numpy),
+                ("torch", before.torch, after.torch),
+                ("simulated device", before.simulator, after.simulator),
+            )
+            for one in _mapping(what, old or new or {}, new or {})
+        ),
     ]
     lines = [one.line for one in found if not any(one.matches(entry) for entry in allowed)]
     filters = any(one.what == "warning filter" for one in found)
@@ -221,13 +254,7 @@ def _tracker_descriptor() -> int | None:
 
 def _signals() -> dict[str, Any]:
     numbers = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-    return {getattr(number, "name", f"signal {number}"): _handler(number) for number in numbers}
-
-
-def _handler(number: signal.Signals) -> Any:
-    handler = signal.getsignal(number)
-    # pytest-timeout's alarm stands during a test and is taken off early when the test fails.
-    return signal.SIG_DFL if getattr(handler, "__module__", "") == "pytest_timeout" else handler
+    return {getattr(number, "name", f"signal {number}"): handler(number) for number in numbers}
 
 
 def _directory() -> str:
@@ -235,35 +262,6 @@ def _directory() -> str:
         return str(Path.cwd())
     except FileNotFoundError:
         return "one that was deleted"
-
-
-def _torch() -> dict[str, Hashable] | None:
-    """torch's process-wide switches, if it is loaded: a reading must not be what imports it."""
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return None
-    distributed = sys.modules.get("torch.distributed")
-    return {
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "deterministic algorithms, warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "deterministic fill": torch.utils.deterministic.fill_uninitialized_memory,
-        "cudnn.deterministic": torch.backends.cudnn.deterministic,
-        "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "gradients enabled": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "anomaly detection": torch.is_anomaly_enabled(),
-        "autocast on cpu": torch.is_autocast_enabled("cpu"),
-        "autocast on cuda": torch.is_autocast_enabled("cuda"),
-        "threads": torch.get_num_threads(),
-        "threads between operators": torch.get_num_interop_threads(),
-        "overwrite parameters on conversion": torch.__future__.get_overwrite_module_params_on_conversion(),
-        "swap parameters on conversion": torch.__future__.get_swap_module_params_on_conversion(),
-        "process group": distributed is not None
-        and distributed.is_available()
-        and distributed.is_initialized(),
-    }
 
 
 # Comparing

@@ -13,7 +13,7 @@ so that it weighs on no other test; with `--pdb` it stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _CHECKS = pytest.StashKey[list[Callable[[], str]]]()
 """Of a test: what is still to be judged. Each returns a complaint, or nothing."""
+_COMPLAINT = pytest.StashKey[BaseException]()
+"""Of a test: the error that was raised because it left something behind."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,7 +81,7 @@ def device_empty(request: pytest.FixtureRequest, interlock_allowed: Sequence[All
 
 @pytest.fixture
 def process_clean(request: pytest.FixtureRequest, interlock_allowed: Sequence[Allowed]) -> None:
-    """The test fails if it leaves threads, children, descriptors, handlers, environment, torch's flags."""
+    """The test fails if it leaves threads, children, descriptors, handlers, environment, switches changed."""
     from . import errors, process_state
 
     before = process_state.snapshot()
@@ -161,16 +163,39 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     values = getattr(item, "funcargs", None)
     if isinstance(values, dict):
         values.clear()
+    _let_go_of_instance(item)
     complaints = [complaint for check in checks if (complaint := check())]
     if complaints:
-        pytest.fail("the test leaves something behind:\n" + "\n".join(complaints), pytrace=False)
+        text = "the test leaves something behind:\n" + "\n".join(complaints)
+        item.stash[_COMPLAINT] = pytest.fail.Exception(text, pytrace=False)
+        raise item.stash[_COMPLAINT]
     return result
 
 
+def _let_go_of_instance(item: Any) -> None:
+    """The object of a test class goes with its test: pytest would keep it until the session ends.
+
+    What its tests put on `self` is no more left behind than a local variable. If the test runs again, pytest
+    makes a new object, as it does for those of unittest, which it lets go of itself.
+    """
+    if vars(item).get("_instance") is not None:
+        del item._instance
+    if getattr(vars(item).get("_obj"), "__self__", None) is not None:
+        del item._obj
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-    """Once a failed test is in the report, its traceback holds nothing any more."""
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Once a failed test is in the report, its traceback holds nothing any more; what is left is an error."""
     report = yield
+    complaint = item.stash.get(_COMPLAINT, None)
+    if complaint is not None and call.excinfo is not None and call.excinfo.value is complaint:
+        del item.stash[_COMPLAINT]
+        # A mark that expects the test to fail does not expect it to leave something behind.
+        report.outcome = "failed"
+        vars(report).pop("wasxfail", None)
     if call.excinfo is not None and item.stash.get(_CHECKS, None):
         _let_go(item, call.excinfo.value)
     return report

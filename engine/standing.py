@@ -35,7 +35,10 @@ class Held:
         tensors: Over it, at least one.
         only_saved: Whether only autograd has them: nobody in Python.
         saved_by: The kind of autograd's node that keeps it; empty if none does.
-        graph: A tensor at the end of that node's graph.
+        graph: A tensor at the end of that node's graph, or a node that something in Python has.
+        leaf: The tensor whose gradient it is, if it is one.
+        leaf_saved: A tensor at the end of a graph that keeps that leaf.
+        bare: Whether no tensor is over it: the one in `tensors` was made for this look.
     """
 
     nbytes: int
@@ -44,6 +47,9 @@ class Held:
     only_saved: bool = False
     saved_by: str = ""
     graph: Any = None
+    leaf: Any = None
+    leaf_saved: Any = None
+    bare: bool = False
 
 
 def on_device(tensor: torch.Tensor) -> bool:
@@ -88,13 +94,31 @@ def known_tensors(torch: Any) -> list[Any]:
     Args:
         torch: The module.
     """
+    kinds = _with_subclasses(torch.Tensor)
+    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+
+
+def _with_subclasses(*roots: type) -> set[type]:
     kinds: set[type] = set()
-    todo = [torch.Tensor]
+    todo = [*roots]
     while todo:
         kind = todo.pop()
         kinds.add(kind)
-        todo += [one for one in type.__subclasses__(kind) if one not in kinds]
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
+        below: list[type] = type.__subclasses__(kind)
+        todo += [one for one in below if one not in kinds]
+    return kinds
+
+
+def _known(torch: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """In one look: the tensors, the storages, and autograd's nodes that Python's collector knows."""
+    tensors, storages = _with_subclasses(torch.Tensor), _with_subclasses(torch.UntypedStorage)
+    # Each kind of node has a class of its own, made in C++ with nothing in common but what it offers.
+    kinds: list[type] = type.__subclasses__(object)
+    nodes = _with_subclasses(*(kind for kind in kinds if "next_functions" in vars(kind)))
+    wanted = tensors | storages | nodes
+    found = [thing for thing in gc.get_objects() if type(thing) in wanted]
+    parts = [[thing for thing in found if type(thing) in some] for some in (tensors, storages, nodes)]
+    return parts[0], parts[1], parts[2]
 
 
 def standing(counts: Counts) -> dict[int, Held]:
@@ -111,16 +135,20 @@ def standing(counts: Counts) -> dict[int, Held]:
     if torch is None:
         return found
     graphs: list[tuple[Any, Any]] = []
-    tensors = known_tensors(torch)
+    tensors, bare, nodes = _known(torch)
     for tensor in tensors:
         _enter(found, tensor, counts, torch)
         gradient = gradient_of(tensor)
         if gradient is not None:
-            _enter(found, gradient, counts, torch)
+            for entered in _enter(found, gradient, counts, torch):
+                entered.leaf = tensor
         node = _node_of(tensor, torch)
         if node is not None:
             graphs.append((tensor, node))
+    graphs += [(node, node) for node in nodes]
+    ends: dict[int, Any] = {}
     for tensor, name, saved in _saved(graphs):
+        ends.setdefault(id(saved), tensor)
         if counts(saved):
             for storage in _storages(saved, torch):
                 key = id(saved) if storage is None else storage._cdata
@@ -129,6 +157,15 @@ def standing(counts: Counts) -> dict[int, Held]:
                     one.saved_by, one.graph = name, tensor
                 if one.only_saved:
                     one.tensors.append(saved)
+    # A storage of the simulator's that grew refers to its new memory: known as one, by the tensors over it.
+    grown = {id(vars(one).get("_larger")) for one in bare}
+    for storage in bare:
+        if storage._cdata not in found and storage.nbytes() and id(storage) not in grown:
+            made = over(storage, torch)
+            if made is not None and counts(made):
+                found[storage._cdata] = Held(_size(storage), storage, [made], bare=True)
+    for one in found.values():
+        one.leaf_saved = ends.get(id(one.leaf))
     return found
 
 
@@ -136,11 +173,27 @@ def _size(storage: Any) -> int:
     return 0 if storage is None else int(storage.nbytes())
 
 
-def _enter(found: dict[int, Held], tensor: Any, counts: Counts, torch: Any) -> None:
+def over(storage: Any, torch: Any) -> Any:
+    """A tensor over a storage that has none, to look at; `None` where its device does not answer.
+
+    Args:
+        storage: Untyped.
+        torch: The module.
+    """
+    with suppress(RuntimeError, NotImplementedError), torch.no_grad():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return None
+
+
+def _enter(found: dict[int, Held], tensor: Any, counts: Counts, torch: Any) -> list[Held]:
+    entered = []
     if counts(tensor):
         for storage in _storages(tensor, torch):
             key = id(tensor) if storage is None else storage._cdata
-            found.setdefault(key, Held(_size(storage), storage)).tensors.append(tensor)
+            one = found.setdefault(key, Held(_size(storage), storage))
+            one.tensors.append(tensor)
+            entered.append(one)
+    return entered
 
 
 def _storages(tensor: Any, torch: Any) -> list[Any]:
@@ -197,14 +250,18 @@ def _saved(graphs: list[tuple[Any, Any]]) -> Iterator[tuple[Any, str, Any]]:
             todo += [after for after, _ in node.next_functions if after is not None]
             for name in dir(type(node)):
                 if name == "variable":  # of a leaf, whose gradient the node adds up
-                    yield tensor, node.name(), node.variable
+                    yield tensor, _name(node), node.variable
                 if name.startswith("_raw_saved_"):
                     with suppress(RuntimeError):  # given up already, after its backward pass
                         raw = getattr(node, name)
                         for one in raw if isinstance(raw, (list, tuple)) else [raw]:
                             kept = getattr(one, "data", None)
                             if torch.Tensor in type(kept).__mro__:
-                                yield tensor, node.name(), kept
+                                yield tensor, _name(node), kept
+
+
+def _name(node: Any) -> str:
+    return str(node.name()).rpartition("::")[2]
 
 
 # -- the simulated device ------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def device_empty(
 
 @contextmanager
 def process_clean(*, allowed: Sequence[Allowed] = (), seconds: float = 0.5) -> Iterator[None]:
-    """After the block the process is as it was: threads, children, descriptors, environment, torch's flags.
+    """After the block the process is as it was: threads, descriptors, environment, switches of libraries, ...
 
     An error of the block is let through without a judgement.
 

@@ -28,9 +28,10 @@ def paths(copies: Copies) -> set[str]:
     return {one.path.partition(")")[2] for one in copies}
 
 
+STORAGE = torch.UntypedStorage.__mro__[-2]
 PATCHED = [
     (kind, name) for kind in (torch.Tensor, nn.Parameter) for name in ("__deepcopy__", "__reduce_ex__")
-]
+] + [(STORAGE, "__deepcopy__"), (STORAGE, "__reduce__")]
 
 
 def methods() -> list[Any]:
@@ -104,6 +105,29 @@ def test_saving_is_reported() -> None:
         "the OrderedDict that was copied['mean']",
     }
     assert "test_copies.py" in copies[0].stack[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"), [(copy.deepcopy, "deepcopy"), (pickle.dumps, "pickle")], ids=["deepcopy", "pickle"]
+)
+def test_a_storage_by_itself_is_reported_and_that_of_a_tensor_once(how: Any, kind: str) -> None:
+    tensor = torch.ones(3)
+    storage = tensor.untyped_storage()
+    with trace_copies("all") as copies:
+        how(storage)
+        how(tensor)
+    assert [(one.kind, one.nbytes, one.shape) for one in copies] == [(kind, 12, (12,)), (kind, 12, (3,))]
+    assert copies[0].path.startswith("local 'storage' of test_a_storage_by_itself_is_reported")
+    with trace_copies(lambda one: one.device.type == "meta") as nothing:
+        how(storage)
+    assert len(nothing) == 0
+
+
+def test_what_has_no_name_is_called_what_it_is() -> None:
+    net = Net()
+    with trace_copies("all") as copies:
+        pickle.dumps(net.mean.detach())
+    assert [one.path for one in copies] == ["the Tensor that was copied"]
 
 
 def test_what_shares_memory_or_is_an_operator_is_no_copy() -> None:

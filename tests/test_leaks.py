@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tools.runs import environment
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -167,6 +169,104 @@ def test_each_owner_is_named(kind: str) -> None:
     assert all(leak.held == "named" for leak in found), leaks.render(found)
 
 
+RUN = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+import interlock as il
+
+OUT = []
+
+def loss(model, batch):
+    OUT.append(model(batch))
+    return F.cross_entropy(OUT[-1], torch.zeros(8, dtype=torch.long, device=batch.device))
+
+task = il.Task(
+    model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)),
+    optimizer=lambda model: torch.optim.Adam(model.parameters()),
+    loss=loss,
+    data=lambda: il.Data([torch.ones(8, 4)] * 3),
+)
+for left in il.Engine(sys.argv[1]).fit(task).residue.leftovers:
+    print(left.nbytes, *left.owners, sep="; ")
+"""
+
+
+@pytest.mark.parametrize("backend", ["sim", "double"])
+def test_the_residue_of_a_run_names_the_root_of_what_only_a_graph_keeps(backend: str) -> None:
+    """The loss keeps its logits: their graph keeps the parameters, which nobody else has any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, backend], check=True, capture_output=True, text=True, env=environment()
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 + 3
+    assert "not found" not in done.stdout
+    assert all("; global __main__.OUT[" in line for line in lines[:3]), done.stdout
+    # The first layer's weight; no other block has its size.
+    weight = next(line for line in lines if line.startswith("128; "))
+    assert re.fullmatch(r"128; saved by AccumulateGrad in the graph of global __main__\.OUT\[\d\]", weight)
+
+
+def test_the_gradient_of_a_parameter_that_only_a_graph_keeps_is_named() -> None:
+    def plant() -> None:
+        weight = marked().requires_grad_()
+        HELD["out"] = weight.sum()
+        HELD["out"].backward(retain_graph=True)
+
+    found = left(plant)
+    path = f"the graph of global {__name__}.HELD['out']"
+    assert {str(leak.owners[0]) for leak in found} == {
+        f"saved by AccumulateGrad in {path}",
+        f"the gradient of a parameter in {path}",
+    }
+    text = leaks.render(found)
+    assert "held by saved by" not in text
+    assert "  saved by AccumulateGrad in " in text
+
+
+def keep_an_error_of(name: str, held: torch.Tensor) -> None:
+    """Keeps, under no name but the error's own, an error from a function of a module."""
+    space: dict[str, Any] = {"__name__": name}
+    exec("def fails(held):\n    raise RuntimeError", space)
+    try:
+        space["fails"](held)
+    except RuntimeError as error:
+        HELD["error"] = error
+
+
+@pytest.mark.parametrize("where", [__name__, "interlock.planted"])
+def test_a_longer_path_is_named_rather_than_one_through_a_traceback(where: str) -> None:
+    def plant() -> None:
+        held = marked()
+        HELD["deep"] = [[[[[held]]]]]
+        keep_an_error_of(where, held)
+
+    found = left(plant)
+    assert [leak.owners for leak in found] == [(f"global {__name__}.HELD['deep']" + "[0]" * 5,)]
+    # It is named if there is no other.
+    del HELD["deep"]
+    found = leaks.live_tensors(counts)
+    assert [".__traceback__ -> local 'held' of " in leak.owners[0] for leak in found] == [True]
+
+
+def test_an_object_of_the_program_without_a_name_is_told_rather_than_frames_of_the_engine() -> None:
+    def plant() -> None:
+        node = Node()
+        node.other, node.value = node, marked()
+        keep_an_error_of("interlock.planted", node.value)
+        # As the engine holds a run's error: by something that nobody else knows.
+        node.other = [node, HELD.pop("error")]
+
+    gc.collect()
+    gc.disable()
+    try:
+        found = left(plant)
+    finally:
+        gc.enable()
+    assert [leak.owners for leak in found] == [("a Node.value",)], leaks.render(found)
+
+
 def test_what_was_there_before_is_not_left_and_what_is_gone_neither() -> None:
     hold("before", marked())
     assert left(lambda: marked().exp()) == ()
@@ -201,6 +301,49 @@ def test_views_count_once() -> None:
 def tie(*nodes: Node) -> None:
     for node, other in zip(nodes, (*nodes[1:], nodes[0]), strict=True):
         node.other = other
+
+
+def test_memory_that_grew_under_a_tensor_of_before_is_left() -> None:
+    hold("grown", marked())
+    hold("shrunk", marked())
+
+    def plant() -> None:
+        HELD["grown"].untyped_storage().resize_(4 * MARK + 100)
+        HELD["shrunk"].untyped_storage().resize_(0)
+
+    found = left(plant)
+    assert [(leak.nbytes, leak.owners) for leak in found] == [(100, (f"global {__name__}.HELD['grown']",))]
+
+
+def test_a_storage_without_a_tensor_is_left() -> None:
+    found = left(lambda: hold("bare", torch.zeros(MARK, dtype=torch.uint8).untyped_storage()))
+    assert [(leak.kind, leak.nbytes, leak.owners) for leak in found] == [
+        ("storage", MARK, (f"global {__name__}.HELD['bare']",))
+    ]
+    assert f"memory on cpu, {MARK} bytes\n" in str(found[0])
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(one * 1)
+        return one * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(torch.exp, "ExpBackward0"), (Doubles.apply, "DoublesBackward")]
+)
+def test_what_a_node_of_autograd_keeps_is_left_without_the_tensor_that_it_made(
+    function: Any, name: str
+) -> None:
+    found = left(lambda: hold("node", function(torch.ones(MARK, requires_grad=True)).grad_fn))
+    assert f"saved by {name} in the graph of global {__name__}.HELD['node']" in {
+        leak.owners[0] for leak in found
+    }, leaks.render(found)
 
 
 def test_a_cycle_is_told_from_a_leak_without_collecting() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,13 +15,17 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from tools import process_state
 from tools.process_state import differences, snapshot
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -176,6 +183,188 @@ LEAKS = {
 }
 
 
+@contextmanager
+def logs() -> Iterator[None]:
+    added = logging.StreamHandler()
+    logging.getLogger("planted").addHandler(added)
+    yield
+    logging.getLogger("planted").removeHandler(added)
+
+
+@contextmanager
+def default_hooks() -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+        yield
+
+
+@contextmanager
+def hook_of_modules() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def hook_of_optimizers() -> Iterator[None]:
+    handle = register_optimizer_step_post_hook(lambda *_: None)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def thresholds() -> Iterator[None]:
+    old = gc.get_threshold()
+    gc.set_threshold(1234, *old[1:])
+    yield
+    gc.set_threshold(*old)
+
+
+def start_method() -> AbstractContextManager[None]:
+    usual, other = multiprocessing.get_all_start_methods()[:2]
+    return switch(lambda: usual, lambda to: multiprocessing.set_start_method(to, True), other)
+
+
+@contextmanager
+def blocked_signal() -> Iterator[None]:
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+@contextmanager
+def search_path() -> Iterator[None]:
+    sys.path.append("planted")
+    yield
+    sys.path.remove("planted")
+
+
+@contextmanager
+def collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@contextmanager
+def callback() -> Iterator[None]:
+    def planted(*_: object) -> None: ...
+
+    gc.callbacks.append(planted)
+    yield
+    gc.callbacks.remove(planted)
+
+
+CORE = torch._C
+LEAKS |= {
+    "the collector": (collector, "interpreter garbage collection: True became False"),
+    "thresholds of the collector": (thresholds, "interpreter garbage collection's thresholds: "),
+    "a callback of the collector": (callback, "callback.<locals>.planted"),
+    "the recursion limit": (
+        lambda: switch(sys.getrecursionlimit, sys.setrecursionlimit, 5000),
+        "interpreter recursion limit: ",
+    ),
+    "the switch interval": (
+        lambda: switch(sys.getswitchinterval, sys.setswitchinterval, 0.25),
+        "interpreter switch interval: ",
+    ),
+    "a profile function": (
+        lambda: switch(threading.getprofile, threading.setprofile, lambda *_: None),
+        "interpreter profile function of threads: 'none' became ",
+    ),
+    "the search path": (search_path, "interpreter sys.path: "),
+    "the umask": (lambda: switch(lambda: 0o22, os.umask, 0o77), "interpreter umask: "),
+    "a blocked signal": (
+        blocked_signal,
+        "interpreter signals that are blocked: () became ('SIGUSR2',)",
+    ),
+    "a timer": (
+        lambda: switch(lambda: 0, lambda to: signal.setitimer(signal.ITIMER_VIRTUAL, to), 1000),
+        "interpreter timers: () became ('ITIMER_VIRTUAL',)",
+    ),
+    "the start method": (start_method, "interpreter start of processes: 'as usual' became "),
+    "flushed tiny numbers": (
+        lambda: switch(lambda: False, torch.set_flush_denormal, True),
+        "interpreter tiny numbers: 'kept' became 'taken for zero'",
+    ),
+    "a handler of logs": (logs, "logger planted: set to 'level 0, logging.StreamHandler of level 0 "),
+    "the level of logs": (
+        lambda: switch(lambda: 0, logging.getLogger("planted").setLevel, 7),
+        "logger planted: set to 'level 7'",
+    ),
+    "the level of torch's logs": (
+        lambda: switch(lambda: logging.getLogger("torch").level, logging.getLogger("torch").setLevel, 7),
+        "logger torch: 'level ",
+    ),
+    "silent logs": (
+        lambda: switch(lambda: 0, logging.disable, 7),
+        "logger (all): set to 'disabled up to 7'",
+    ),
+    "errors of numpy": (
+        lambda: switch(lambda: numpy.geterr()["over"], lambda to: numpy.seterr(over=to), "raise"),
+        "numpy on over: ",
+    ),
+    "how numpy prints": (
+        lambda: switch(lambda: 8, lambda to: numpy.set_printoptions(precision=to), 3),
+        "numpy print options: ",
+    ),
+    "how torch prints": (
+        lambda: switch(lambda: 4, lambda to: torch.set_printoptions(precision=to), 2),
+        "torch print options: ",
+    ),
+    "the precision of products": (
+        lambda: switch(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+        "torch float32 matmul precision: 'highest' became 'medium'",
+    ),
+    "tf32": (
+        lambda: switch(CORE._get_cublas_allow_tf32, CORE._set_cublas_allow_tf32, True),
+        "torch cuda.matmul.allow_tf32: False became True",
+    ),
+    "tf32 of cudnn": (
+        lambda: switch(CORE._get_cudnn_allow_tf32, CORE._set_cudnn_allow_tf32, False),
+        "torch cudnn.allow_tf32: True became False",
+    ),
+    "mkldnn": (
+        lambda: switch(CORE._get_mkldnn_enabled, CORE._set_mkldnn_enabled, False),
+        "torch mkldnn.enabled: True became False",
+    ),
+    "a kind of attention": (
+        lambda: switch(CORE._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+        "torch attention: flash: True became False",
+    ),
+    "the type of autocast": (
+        lambda: switch(
+            lambda: torch.get_autocast_dtype("cpu"),
+            lambda to: torch.set_autocast_dtype("cpu", to),
+            torch.float16,
+        ),
+        "torch autocast's type on cpu: torch.bfloat16 became torch.float16",
+    ),
+    "the cache of autocast": (
+        lambda: switch(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
+        "torch autocast's cache: True became False",
+    ),
+    "hooks of saved tensors": (default_hooks, "torch hooks of saved tensors: 'None' became "),
+    "a hook of all modules": (hook_of_modules, "hook_of_modules.<locals>.<lambda>"),
+    "a hook of all optimizers": (hook_of_optimizers, "hook_of_optimizers.<locals>.<lambda>"),
+    "warnings always": (
+        lambda: switch(torch.is_warn_always_enabled, torch.set_warn_always, True),
+        "torch warn always: False became True",
+    ),
+    "the sharing strategy": (
+        lambda: switch(
+            torch.multiprocessing.get_sharing_strategy,
+            torch.multiprocessing.set_sharing_strategy,
+            "file_system",
+        ),
+        "torch sharing between processes: 'file_descriptor' became 'file_system'",
+    ),
+    "a mode of operators": (
+        TorchDispatchMode,
+        "torch modes of operators: 0 became 1",
+    ),
+}
+
+
 @pytest.mark.parametrize("leak", LEAKS)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_finds_the_planted_leak_and_repairs_nothing(leak: str) -> None:
@@ -243,6 +432,26 @@ def test_reading_the_state_imports_nothing() -> None:
         "assert state.torch is None; assert set(sys.modules) == before, set(sys.modules) - before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_the_first_use_of_processes_and_of_logs_is_no_difference() -> None:
+    code = (
+        "from tools.process_state import differences, snapshot\n"
+        "before = snapshot(); import logging, multiprocessing; multiprocessing.get_start_method()\n"
+        "logging.getLogger('planted').info('nothing')\n"
+        "assert differences(before, snapshot()) == [], differences(before, snapshot())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_the_simulated_device_belongs_to_the_state() -> None:
+    code = (
+        "from interlock.backends import simulator; from tools.process_state import differences, snapshot\n"
+        "before = snapshot(); simulator.install(); assert differences(before, snapshot()) == []\n"
+        "before = snapshot(); simulator.memory.capacity = 10\n"
+        "assert differences(before, snapshot()) == ['simulated device capacity: None became 10']"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=Path(__file__).parent)
 
 
 def test_torch_imported_in_a_test_is_no_difference() -> None:
