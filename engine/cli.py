@@ -87,6 +87,8 @@ _REHEARSE = """
 The task runs on a simulated accelerator, a second PyTorch device in this process, with a few batches of
 its own data: watched, then with each exit policy, evaluated, saved and restored, and at last with a fault
 at one point after the other, each of which has to lead to a clean end and a next run as good as any.
+How many faults there are, and about how long they take, is said before the first one; --full has tens of
+times as many, and strikes saving and rescuing, too. The runs that faults strike take 2 steps at most.
 
 It reports what does not keep to the order, what is left on the device, by whom it is held and where it was
 made, copies between host and device in each step (an .item() in the loop), memory at its peak by owner, and
@@ -238,7 +240,9 @@ def _rehearse(this: ArgumentParser) -> None:
     how = this.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="faults at some points of each kind (default)")
     how.add_argument("--full", action="store_true", help="faults at every passage, with every exit policy")
-    this.add_argument("--steps", type=_count, default=3, metavar="N", help="steps of the runs (default: 3)")
+    this.add_argument(
+        "--steps", type=_count, default=3, metavar="N", help="steps of the watched run (default: 3)"
+    )
     this.add_argument(
         "--parameters",
         choices=("replaced", "kept"),
@@ -252,7 +256,7 @@ def _rehearse(this: ArgumentParser) -> None:
         choices=("offload", "keep", "discard"),
         help="inject faults with this exit policy only (default: offload; with --full all three)",
     )
-    this.add_argument("--only", metavar="CELL", help="inject one fault only, as a report names it")
+    this.add_argument("--only", metavar="CELL", help="inject one fault only, named as in a report")
     this.add_argument(
         "--state", type=Path, metavar="DIR", help="keep verdicts there, and go on from there if interrupted"
     )

@@ -21,8 +21,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from interlock.backends import simulator
+from interlock.specs import Entry
 
 from .batches import held
+from .facts import check_finite
 from .task import Task
 
 _LIBRARY = ("contextlib", "copy", "functools", "threading", "typing")
@@ -31,10 +33,15 @@ _OURS = str(Path(__file__).parent)
 _SIMULATOR = str(Path(simulator.__file__).parent)
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _PASSED_OVER = (str(Path(torch.__file__).parent), "<", *(f"{_STANDARD}/{part}" for part in _LIBRARY))
+TRAINING = "training"
+"""The phase in which steps are taken."""
 ENGINE = "the engine"
+ONCE = "the engine, once"
+"""Its look at the first loss of a run, which no other step has."""
 BACKWARD = "torch, on a thread of its own"
-OWNERS = ("parameters", "buffers", "gradients", "optimizer state", "batch")
-REST = "activations, results and temporaries"
+OWNERS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "results")
+"""Results are what the functions of the task return: the loss, metrics."""
+REST = "activations and temporaries"
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,6 @@ class Watch:
     """Watches one run of a task. Made for one, and read when it is over."""
 
     def __init__(self) -> None:
-        self.steps = 0
         self.training = False
         self.names: tuple[str, ...] = ()
         self.unused: set[str] | None = None
@@ -76,7 +82,19 @@ class Watch:
         """Take note of one passage, if it is a copy in training."""
         point, _ = passage
         if self.training and point in ("to_host", "to_device"):
-            self._places[point, _place()] += 1
+            place = _place()
+            if place != ONCE:
+                self._places[point, place] += 1
+
+    def follow(self, driver: Any) -> None:
+        """Learn of each transition of a run's lifecycle, so that copies are those of training alone."""
+        announce = driver._announce
+
+        def both(entry: Entry) -> None:
+            self.training = entry.phase == TRAINING
+            announce(entry)
+
+        driver._announce = both
 
     # The task, watched
 
@@ -92,7 +110,7 @@ class Watch:
             if function is not None:
                 changes[part] = self._on_batch(function)
         if task.metrics is not None:
-            changes["metrics"] = self._outside(task.metrics)
+            changes["metrics"] = self._on_batch(task.metrics)
         return replace(task, **changes)
 
     def _optimizer(self, factory: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
@@ -109,16 +127,10 @@ class Watch:
 
     def _on_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(first: Any, batch: Any) -> Any:
-            self.training = torch.is_grad_enabled()
             self._own("batch", held(batch))
-            return function(first, batch)
-
-        return call
-
-    def _outside(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(model: Any, batch: Any) -> Any:
-            self.training = False
-            return function(model, batch)
+            result = function(first, batch)
+            self._own("results", held(result))
+            return result
 
         return call
 
@@ -138,7 +150,6 @@ class Watch:
         return {name for name, p in named if p.requires_grad and p.grad is None}
 
     def _after_update(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.steps += 1
         # A closure, as that of LBFGS, makes them inside of the step only.
         without = self._without & self._without_gradient(model)
         self.unused = without if self.unused is None else self.unused & without
@@ -154,9 +165,13 @@ class Watch:
 
     # What came of it
 
-    def transfers(self) -> list[Transfer]:
-        """The copies in training, those that are made most often first."""
-        steps = max(self.steps, 1)
+    def transfers(self, steps: int) -> list[Transfer]:
+        """The copies in training, those that are made most often first.
+
+        Args:
+            steps: That the run took.
+        """
+        steps = max(steps, 1)
         return [
             Transfer(direction, place, count, round(count / steps, 2))
             for (direction, place), count in self._places.most_common()
@@ -197,7 +212,8 @@ def mapped(task: Task) -> Task:
         return call
 
     changes: dict[str, Any] = {"model": around(fresh(task))}
-    for part in ("optimizer", "loss", "metrics", "step", "scheduler"):
+    changes["adopt"] = {epoch: around(change) for epoch, change in task.adopt.items()}
+    for part in ("optimizer", "loss", "metrics", "step", "scheduler", "output", "batch_size"):
         function = getattr(task, part)
         if function is not None:
             changes[part] = around(function)
@@ -210,7 +226,7 @@ def _place() -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OURS) and not file.startswith(_SIMULATOR):
-            return ENGINE
+            return ONCE if frame.f_code is check_finite.__code__ else ENGINE
         if not file.startswith((_OURS, *_PASSED_OVER)):
             return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

@@ -8,12 +8,15 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .choices import UsageError, writable
 from .loading import task_from
 from .messages import say, warn
+from .sweep_points import UnknownCell
 
 if TYPE_CHECKING:
     from .rehearsal_report import Rehearsal
@@ -38,7 +41,8 @@ def run_rehearse(options: Namespace) -> int:
     from .rehearsal import rehearse
 
     quiet = options.json or options.no_progress
-    with task_from(options.task) as task:
+    last: list[tuple[str, int, int]] = []
+    with _told(options, last), task_from(options.task) as task:
         found = rehearse(
             task,
             steps=options.steps,
@@ -51,6 +55,8 @@ def run_rehearse(options: Namespace) -> int:
             exits=None if options.exit is None else [options.exit],
             repeat=lambda cell, policy: _again(options, cell, policy),
             progress=False if quiet else None,
+            strict=options.strict,
+            on_cell=lambda *now: last.__setitem__(slice(None), [now]),
             tell=(lambda _: None) if quiet else (lambda what: warn(f"interlock: {what}")),
         )
     _write(options.report, found)
@@ -58,10 +64,36 @@ def run_rehearse(options: Namespace) -> int:
         say(json.dumps(found.as_data(), indent=1))
     else:
         _show(found)
-    return 0 if found.ok and not (options.strict and found.findings) else 1
+    return 0 if found.ok else 1
+
+
+@contextmanager
+def _told(options: Namespace, last: list[tuple[str, int, int]]) -> Iterator[None]:
+    """What ends a rehearsal, for people.
+
+    Args:
+        options: Of the command line.
+        last: The last verdict: exit policy, number, of how many.
+
+    Raises:
+        UsageError: There is no such cell.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        if options.state is not None and last:
+            policy, number, total = last[0]
+            kept = f"{number} of {total} verdicts of exit {policy} are in '{options.state}'"
+            warn(f"interlock: {kept}; the same command goes on from there")
+        raise
+    except UnknownCell as error:
+        raise UsageError(str(error)) from None
 
 
 def _refuse_bad_targets(options: Namespace) -> None:
+    state: Path | None = options.state
+    if state is not None and state.exists() and not state.is_dir():
+        raise UsageError(f"'{state}' is a file, and --state names a folder, which is made if it is not there")
     report: Path | None = options.report
     if report is not None and report.suffix not in (".json", ".xml"):
         raise UsageError(f"'{report}': a report is written to a file ending in .json or .xml (JUnit)")
@@ -94,11 +126,9 @@ def _show(found: Rehearsal) -> None:
     from .messages import to_output
 
     console = Console(highlight=False, soft_wrap=True)
-    style, word = ("bold green", "pass") if found.ok else ("bold red", "fail")
     with to_output():
-        console.print(Text(f"{word}: {found.task}", style=style) + f", {found.steps} steps watched")
         if found.peak:
-            console.print(f"\nmemory at its peak: {found.peak:,} bytes")
+            console.print(f"memory at its peak: {found.peak:,} bytes")
             for owner, nbytes in found.peak_by_owner.items():
                 console.print(f"  {nbytes:>14,}  {owner}")
         if found.transfers:
@@ -106,15 +136,20 @@ def _show(found: Rehearsal) -> None:
             for transfer in found.transfers:
                 line = f"  {transfer.per_step:>8g} a step {transfer.direction:<9} {transfer.place}"
                 console.print(Text(line))
+        for swept in found.sweeps:
+            console.print(Text(f"\nfaults, exit {swept.settings.exit}: {swept.caption}"))
+            for line in swept.lines(spoilt=True) if swept.broken else ():
+                console.print(Text(f"  {line}"))
+        for note in found.notes:
+            console.print(Text(note))
         for finding in found.findings:
             mark, colour = ("problem", "red") if finding.problem else ("look", "yellow")
             console.print()
             console.print(Text(f"{mark} ({finding.kind}): ", style=colour) + Text(finding.text))
         for swept in found.sweeps:
-            console.print()
-            console.print(swept.table())
             for verdict in swept.broken[:20]:
-                console.print(Text(str(verdict)))
+                console.print(Text(f"\n{verdict}"))
             if len(swept.broken) > 20:
                 console.print(f"... and {len(swept.broken) - 20} more: --report FILE.json has all")
-        console.print(f"\n{found.seconds:.1f} s")
+        style = "bold green" if found.ok else "bold red"
+        console.print(Text(f"\n{found.verdict}", style=style))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +26,7 @@ from interlock.backends.registry import adapter_class
 from .errors import SweepError
 from .options import ExitPolicy
 from .sweep_cell import tried
-from .sweep_judge import Reference, weights_of
+from .sweep_enumerate import enumerated, one_cell
 from .sweep_points import (
     LAYERS,
     START,
@@ -35,14 +34,15 @@ from .sweep_points import (
     InjectedFault,
     Point,
     Settings,
+    UnknownCell,
     cells_at,
     fingerprint,
     quick_cells,
 )
-from .sweep_report import State, SweepReport, Verdict, verdict_of
-from .sweep_run import Bench, Seen, arm
+from .sweep_report import SweepReport, Verdict, counted, verdict_of
+from .sweep_run import Bench
 from .sweep_show import Shown
-from .sweep_watch import Watching
+from .sweep_state import State
 from .task import Data, Task
 
 __all__ = [
@@ -52,11 +52,14 @@ __all__ = [
     "Settings",
     "SweepError",
     "SweepReport",
+    "UnknownCell",
     "Verdict",
     "enumerate_points",
     "sweep",
 ]
 
+RUNS = 2.5
+"""What a cell takes, in undisturbed runs: one that is struck, one after it, and judging both."""
 Backend = str | type[Adapter] | Callable[[], Adapter]
 
 
@@ -80,6 +83,7 @@ def sweep(
     progress: bool | None = None,
     on_cell: Callable[[Verdict, int, int], object] | None = None,
     repeat: Callable[[str], str] | None = None,
+    tell: Callable[[str], object] | None = None,
 ) -> SweepReport:
     """Strike a small run of a task at every point, with every fault that means anything there.
 
@@ -102,12 +106,14 @@ def sweep(
         progress: A progress bar on the standard error stream; by default where that is a terminal.
         on_cell: Called after each cell with its verdict, its number from 1, and how many there are.
         repeat: Makes a command that tries one cell again, from the cell's id; by default Python code.
+        tell: Told, before the first fault, how many there are and about how long they will take.
 
     Returns:
         The report; `report.ok` says whether all is well.
 
     Raises:
         SweepError: The undisturbed run fails, or the state file is of another sweep.
+        UnknownCell: There is no cell `only`.
         TaskError: The task has no data, or a setting is wrong.
     """
     began = time.monotonic()
@@ -127,15 +133,19 @@ def sweep(
         patience,
     )
     settings = bench.settings
-    points, reference, notes = _enumerated(bench)
+    found = enumerated(bench)
+    points, reference = found.points, found.reference
     chosen = quick_cells(points, seed) if quick else cells_at(points)
     cells = [Cell(START, "nothing"), *chosen]
     if only is not None:
-        cells = _only(only, cells, points)
+        cells = one_cell(only, cells, points)
         state = None
     mark = fingerprint(task.name, settings, points)
     kept = State(state, task.name, settings, mark)
     again_by = repeat or _code(task, settings)
+    if tell is not None:
+        todo = sum(cell.id not in kept.known for cell in cells)
+        tell(f"{counted(todo, 'fault')} to try, about {_span(todo * RUNS * found.seconds)}")
     verdicts: list[Verdict] = []
     hanging = ""
     with Shown(progress, len(cells), f"{task.name} on {settings.backend}") as shown:
@@ -153,7 +163,7 @@ def sweep(
             if on_cell is not None:
                 on_cell(verdict, number, len(cells))
     seconds = time.monotonic() - began
-    return SweepReport(task.name, settings, mark, len(points), tuple(verdicts), tuple(notes), seconds)
+    return SweepReport(task.name, settings, mark, len(points), tuple(verdicts), found.notes, seconds)
 
 
 def enumerate_points(
@@ -177,7 +187,7 @@ def enumerate_points(
     bench = _bench(
         task, data, validate, backend, exit, batches, epochs, checkpoints, False, layers, seed, 0.5, 60.0
     )
-    return tuple(_enumerated(bench)[0])
+    return enumerated(bench).points
 
 
 # Preparing
@@ -241,59 +251,10 @@ def _maker(backend: Backend) -> Callable[[], Adapter]:
     return adapter_class(backend) if isinstance(backend, str) else backend
 
 
-def _enumerated(bench: Bench) -> tuple[list[Point], Reference, list[str]]:
-    """The points of the undisturbed run and of the way out of a failed one; what the former trains to.
-
-    Raises:
-        SweepError: The undisturbed run fails.
-    """
-    settings = bench.settings
-    # Not noted: what torch does once in a process is done in the first run.
-    home = _whole(bench, bench.run(exit="offload"))
-    watch = Watching(settings.layers, bench.device, bench.life)
-    _whole(bench, bench.run(watch=watch))
-    watch.operations()
-    reference = Reference(home.steps, weights_of(home.model))
-    points = watch.points
-    if "backend" in settings.layers:
-        points = [*points, *_of_failed_run(bench)]
-    notes = []
-    if "device" in settings.layers and bench.device.simulator is None:
-        notes.append(f"device operations are struck on the simulated device only, not on {settings.backend}")
-    return points, reference, notes
-
-
-def _of_failed_run(bench: Bench) -> list[Point]:
-    """The backend's calls on the way out of a run that failed once it had taken its steps."""
-    watch = Watching(("backend",), bench.device, bench.life)
-    first = Cell(Point("run", "failed", "during", 1, "during", failed=True), "error")
-    bench.run(arm(first, bench.device), watch=watch)
-    return [replace(point, failed=True) for point in watch.points if point.stage == "out"]
-
-
-def _whole(bench: Bench, seen: Seen) -> Any:
-    outcome = seen.outcome
-    if outcome is not None and outcome.status == "finished":
-        return outcome
-    told = seen.hung or str(seen.error) or "it was not begun"
-    cause = seen.error
-    if outcome is not None:
-        told, cause = str(outcome.failure), outcome.error
-    raise SweepError(
-        f"the undisturbed run of task '{bench.task.name}' on {bench.settings.backend} does not finish, so "
-        f"there is nothing to strike: {told}"
-    ) from cause
-
-
-def _only(wanted: str, cells: list[Cell], points: list[Point]) -> list[Cell]:
-    everything = {cell.id: cell for cell in (*cells, *cells_at(points))}
-    if wanted not in everything:
-        near = [name for name in everything if name.partition("[")[0] == wanted.partition("[")[0]]
-        raise SweepError(
-            f"this sweep has no cell '{wanted}'; there are {len(everything)}, such as "
-            f"{', '.join(repr(name) for name in (near or list(everything))[:4])}"
-        )
-    return [everything[wanted]]
+def _span(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _code(task: Task, settings: Settings) -> Callable[[str], str]:

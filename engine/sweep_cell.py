@@ -7,10 +7,12 @@ import traceback
 
 from interlock.specs import Kind
 
-from .sweep_judge import AGAIN, Case, Reference, again, judged
+from .sweep_arm import Armed, arm
+from .sweep_case import Case, Reference
+from .sweep_judge import AGAIN, again, judged
 from .sweep_points import START, Cell
 from .sweep_report import Status, Verdict, verdict_of
-from .sweep_run import Armed, Bench, Seen, arm
+from .sweep_run import Bench, Seen
 
 
 def tried(bench: Bench, cell: Cell, reference: Reference, repeat: str) -> tuple[Verdict, bool]:
@@ -26,6 +28,7 @@ def tried(bench: Bench, cell: Cell, reference: Reference, repeat: str) -> tuple[
         The verdict, and whether its run still hangs.
     """
     began = time.monotonic()
+    taken = bench.device.allocated(None)
     hangs = False
     status: Status
     try:
@@ -38,6 +41,10 @@ def tried(bench: Bench, cell: Cell, reference: Reference, repeat: str) -> tuple[
         )
         if bench.device.lost():
             bench.device.replug()  # or no later cell could be judged
+    if status == "undetermined" and taken is not None and not hangs:
+        # No next run was looked at; what is left would be held against later cells.
+        left = (bench.device.allocated(None) or 0) - taken
+        lines += [f"{left} bytes are left on the device, which later cells begin with"] * (left > 0)
     return verdict_of(cell, status, lines, repeat, time.monotonic() - began), hangs
 
 
@@ -52,7 +59,7 @@ def _judged(bench: Bench, cell: Cell, reference: Reference) -> tuple[Status, lis
         return "undetermined", [f"the run did not begin: {seen.error!r}"], False
     if not seen.struck and cell.point != START:
         return "never struck", ["the run did not come to this point"], False
-    lines = judged(Case(cell, seen, reference, settings.exit))
+    lines = judged(Case(cell, seen, reference, settings.exit, settings.checkpoints))
     later, second = _again(bench, seen, armed, reference)
     lines += [f"{AGAIN}: {line}" for line in later]
     if second.hung:

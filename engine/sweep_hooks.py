@@ -50,14 +50,19 @@ class Passages:
     Args:
         strike: The one to strike; `None` to count only.
         note: Told of each passage: name, moment, number.
+        updated: Given the model and the optimizer when that is built, and after each of its updates.
     """
 
     def __init__(
-        self, strike: HookStrike | None = None, note: Callable[[str, str, int], None] | None = None
+        self,
+        strike: HookStrike | None = None,
+        note: Callable[[str, str, int], None] | None = None,
+        updated: Callable[[nn.Module, Optimizer], None] | None = None,
     ) -> None:
         self.strike = strike
         self.counts: Counter[tuple[str, str]] = Counter()
         self._note = note
+        self._updated = updated
         self._handles: list[Any] = []
 
     def at(self, name: str, moment: str) -> None:
@@ -119,10 +124,17 @@ class Passages:
                         one.register_step_pre_hook(lambda *_: self.at("update", "before")),
                         one.register_step_post_hook(lambda *_: self.at("update", "after")),
                     ]
+                    self._record(model, one)
             self.at("optimizer", "after")
             return built
 
         return build
+
+    def _record(self, model: nn.Module, optimizer: Optimizer) -> None:
+        record = self._updated
+        if record is not None:
+            record(model, optimizer)
+            self._handles.append(optimizer.register_step_post_hook(lambda *_: record(model, optimizer)))
 
     def scheduler(self, factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The scheduler function; what it builds passes points around each move."""

@@ -5,65 +5,27 @@ Each promise is one function, so that a planted fault can be shown to be caught 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import nn
 
 from interlock.specs.semantics import endings
 
-from .batches import held
 from .errors import DeadlinePassed
 from .evidence import graph
-from .residency import slots
-from .sweep_points import Cell
+from .sweep_case import Case, Reference
+from .sweep_digests import different, form_of, weights_of
+from .sweep_points import START
 from .sweep_run import Seen
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What an undisturbed run shows.
-
-    Attributes:
-        steps: How many it took.
-        weights: By name, as digests: equal to the bit or not.
-    """
-
-    steps: int
-    weights: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One struck run, and what it is compared with."""
-
-    cell: Cell
-    seen: Seen
-    reference: Reference
-    exit: str
-
-    @property
-    def outcome(self) -> Any:
-        """Of the run, which has one: others are not judged."""
-        return self.seen.outcome
-
-    @property
-    def history(self) -> list[Any]:
-        """Its transitions."""
-        return self.seen.slot.history[1:] if self.seen.slot is not None else []
-
-    @property
-    def survives(self) -> bool:
-        """Whether the run is to finish in spite of the fault."""
-        return self.cell.fault in ("nothing", "slow")
-
-    @property
-    def endings(self) -> dict[str, str]:
-        """Resource -> how it ended."""
-        return dict(self.seen.slot.ended) if self.seen.slot is not None else {}
+from .sweep_whole import (
+    as_built,
+    knowledge,
+    may_stay,
+    model_home,
+    optimizer_whole,
+    rescued,
+    standing,
+    weights_whole,
+)
 
 
 def judged(case: Case) -> list[str]:
@@ -136,6 +98,8 @@ def error_kept(case: Case) -> Iterator[str]:
     if error is None:
         yield f"the fault struck, and the run is '{outcome.status}' without an error"
         return
+    if outcome.failure is None or outcome.failure.type.rpartition(".")[2] != type(error).__name__:
+        yield f"the outcome has {error!r}, and its record of it is {outcome.failure!r}"
     if raised:
         if error is not raised[0] and not (case.cell.point.layer == "device" and _within(error, raised[0])):
             yield f"the first error was {raised[0]!r}, and the outcome has {error!r}"
@@ -171,18 +135,18 @@ def device_empty(case: Case) -> Iterator[str]:
     """No byte of the run is on the device, but for a model that is kept; and the outcome says so."""
     outcome, seen = case.outcome, case.seen
     residue = outcome.residue
-    lost, measured = _came(case, "lose"), _came(case, "measured")
+    lost, measured = case.came("lose"), case.came("measured")
     unmeasured = any(entry.source == "measuring" and entry.event != "measured" for entry in case.history)
     excused = lost or unmeasured or bool(outcome.abandoned)
     if not residue.known and (measured or not excused):
         yield "the residue is unknown, although nothing kept the device from being asked"
-    if residue.known and not measured and _came(case, "place"):
+    if residue.known and not measured and case.came("place"):
         yield f"the residue is said to be known ({residue}), and the device was never asked"
     # A call that blocks holds what it copies, and the residue says so; once it is let go, nothing is left.
-    late = bool(outcome.abandoned) or _came(case, "rescue")
+    late = bool(outcome.abandoned) or case.came("rescue")
     holds = case.cell.fault == "blocks" and late and seen.after is not None
     # A model that was given up stands, where placement keeps Parameters, on the device until it is dropped.
-    stands = _bytes(seen.adapter, outcome.model) if _may_stay(case) else 0
+    stands = standing(seen.adapter, outcome.model) if may_stay(case) else 0
     given_up = case.endings.get("model") == "abandoned" and residue.bytes == stands
     if residue.bytes and not (holds or given_up):
         yield f"the residue is {residue}"
@@ -197,63 +161,6 @@ def dead_left_alone(case: Case) -> Iterator[str]:
     """Once the device is dead, nothing is asked of it, not even how much memory is taken."""
     if case.seen.touched:
         yield f"the device is dead, and was asked for {', '.join(case.seen.touched[:4])}"
-
-
-def _came(case: Case, event: str) -> bool:
-    return any(entry.event == event for entry in case.history)
-
-
-def _may_stay(case: Case) -> bool:
-    """Whether the model may stand on the device: it was kept there, or could not be brought home."""
-    return case.endings.get("model") in ("transferred", "abandoned") and case.outcome.model is not None
-
-
-def _bytes(adapter: Any, model: nn.Module) -> int:
-    tensors = [tensor for slot in slots(model) for tensor in held(slot.value) if adapter.resident(tensor)]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def model_home(case: Case) -> Iterator[str]:
-    """Where the exit policy says, without gradients, trainable, bound to its optimizer."""
-    outcome, adapter = case.outcome, case.seen.adapter
-    model, how = outcome.model, case.endings.get("model")
-    if case.exit == "discard":
-        if model is not None:
-            yield "the model was to be discarded, and the outcome has one"
-        return
-    if how in ("released", "transferred") and model is None and _came(case, "placed"):
-        yield f"the model was {how}, and the outcome has none"
-    if model is None or how == "abandoned":
-        return
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    away = [name for name, tensor in tensors.items() if adapter.resident(tensor) != (how == "transferred")]
-    if away and (how != "transferred" or case.seen.copies):
-        yield f"not where it should be: {', '.join(away[:4])}"
-    if any(parameter.grad is not None for parameter in model.parameters()):
-        yield "a parameter has kept its gradient"
-    for optimizer in outcome.optimizers.values():
-        yield from _bound(optimizer, model, adapter)
-
-
-def _bound(optimizer: torch.optim.Optimizer, model: nn.Module, adapter: Any) -> Iterator[str]:
-    mine = {id(parameter) for parameter in model.parameters()}
-    if any(id(p) not in mine for group in optimizer.param_groups for p in group["params"]):
-        yield "the optimizer holds parameters that are not the model's"
-    tensors = [value for state in optimizer.state.values() for value in held(state)]
-    if any(adapter.resident(tensor) for tensor in tensors):
-        yield "the optimizer's state stands on the device"
-
-
-def weights_whole(case: Case) -> Iterator[str]:
-    """A run that took all its steps has the weights of the undisturbed one, to the bit."""
-    point, outcome = case.cell.point, case.outcome
-    whole = case.survives or (point.stage == "out" and not point.failed)
-    if not whole or outcome.model is None or case.endings.get("model") != "released":
-        return
-    if outcome.steps != case.reference.steps:
-        yield f"it took {outcome.steps} steps, the undisturbed run {case.reference.steps}"
-    elif other := different(weights_of(outcome.model), case.reference.weights):
-        yield f"other weights than the undisturbed run's: {other}"
 
 
 def legal_history(case: Case) -> Iterator[str]:
@@ -277,7 +184,13 @@ def process_as_it_was(case: Case) -> Iterator[str]:
     if (point.name, point.moment, case.cell.fault) == ("free", "before", "twice"):
         # The adapter's own `free` was never called, so what it took of the process is still taken.
         lines = [line for line in lines if line.startswith(("thread", "random generator"))]
+    if case.cell.fault == "loses":
+        # That is the fault. Whatever else of the device differs is no part of it.
+        lines = [line for line in lines if not line.startswith("simulated device lost")]
     yield from lines
+    if case.cell.point == START:
+        # What a run changes once and for all, no later one changes again.
+        yield from (f"{line} (by the first run of all)" for line in case.reference.process)
 
 
 def again(seen: Seen, reference: Reference) -> Iterator[str]:
@@ -295,6 +208,10 @@ def again(seen: Seen, reference: Reference) -> Iterator[str]:
         yield f"its residue is {outcome.residue}"
     if other := different(weights_of(outcome.model), reference.weights):
         yield f"it trained to other weights: {other}"
+    elif other := different(
+        {**form_of(outcome.model), **knowledge(outcome)}, {**reference.form, **reference.optimizers}
+    ):
+        yield f"it ended otherwise: {other}"
     yield from seen.process
 
 
@@ -308,29 +225,12 @@ PROMISES: Mapping[str, Promise] = {
     "a dead device is left alone": dead_left_alone,
     "the model is home": model_home,
     "the weights are whole": weights_whole,
+    "the model is as built": as_built,
+    "the optimizer is whole": optimizer_whole,
+    "the rescue is whole": rescued,
     "the history is legal": legal_history,
     "the process is as it was": process_as_it_was,
 }
 """What is checked of a struck run, by name."""
 AGAIN = "the next run is as good"
 """What is checked of the run after it."""
-
-
-def weights_of(model: nn.Module) -> dict[str, str]:
-    """The state of a model at home, as digests."""
-    return {name: _digest(value) for name, value in model.state_dict().items()}
-
-
-def _digest(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    plain = value.detach()
-    plain = plain.to_dense() if plain.layout is not torch.strided else plain
-    flat = plain.contiguous().reshape(-1).view(torch.uint8)
-    text = f"{value.dtype} {tuple(value.shape)} ".encode() + flat.numpy().tobytes()
-    return hashlib.sha256(text).hexdigest()
-
-
-def different(one: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The names at which two states differ; empty if they are equal to the bit."""
-    return ", ".join(sorted(n for n in {*one, *other} if one.get(n) != other.get(n))[:4])

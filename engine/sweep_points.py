@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .errors import SweepError
+
 Layer = Literal["run", "hook", "backend", "device"]
 Stage = Literal["in", "during", "out"]
 
@@ -24,6 +26,10 @@ QUICK = 240
 
 class InjectedFault(RuntimeError):
     """The ordinary error that a sweep raises."""
+
+
+class UnknownCell(SweepError):
+    """There is no cell of that id in this sweep."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ _OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "to_device": ("fails", "half", "late", "loses"),
     "to_host": ("fails", "half", "loses", "blocks", "slow"),
     "on_device": ("fails", "half", "late", "loses"),
-    "allocation": ("memory",),
+    "allocation": ("memory", "loses"),
     "sync": ("fails", "loses", "blocks", "slow"),
 }
 """Device operation -> how it can go wrong, as far as that means anything there."""

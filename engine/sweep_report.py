@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from xml.etree import ElementTree
 
 from .errors import SweepError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 Status = Literal["clean", "broken", "undetermined", "never struck"]
 STATUSES: tuple[Status, ...] = ("clean", "broken", "undetermined", "never struck")
-FORMAT = 1
-"""Of the state file."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class SweepReport:
         """A row for each kind of point, for a terminal."""
         from rich.table import Table
 
-        table = Table(title=self._title(), title_justify="left", caption=self._caption())
+        table = Table(title=self._title(), title_justify="left", caption=self.caption)
         table.add_column("kind of point", no_wrap=True)
         present = [status for status in STATUSES if self.counts[status] or status == "clean"]
         for name in ("faults", *present):
@@ -106,12 +104,15 @@ class SweepReport:
         return table
 
     def _title(self) -> str:
-        quick = "quick" if self.settings.quick else "full"
-        return f"{self.task} on {self.settings.backend}, exit {self.settings.exit}, {quick}"
+        extent = "one fault" if len(self.verdicts) == 1 else "quick" if self.settings.quick else "full"
+        return f"{self.task} on {self.settings.backend}, exit {self.settings.exit}, {extent}"
 
-    def _caption(self) -> str:
+    @property
+    def caption(self) -> str:
+        """How many points and faults there were, and what came of them."""
         counts = ", ".join(f"{number} {status}" for status, number in self.counts.items() if number)
-        return f"{self.points} points, {len(self.verdicts)} faults: {counts} ({self.seconds:.1f} s)"
+        points, faults = counted(self.points, "point"), counted(len(self.verdicts), "fault")
+        return f"{points}, {faults}: {counts} ({self.seconds:.1f} s)"
 
     def _rows(self) -> Iterator[tuple[str, list[int]]]:
         groups: dict[str, Counter[str]] = {}
@@ -120,20 +121,31 @@ class SweepReport:
         for group, found in groups.items():
             yield group, [sum(found.values()), *(found[status] for status in STATUSES)]
 
-    def __str__(self) -> str:
-        """The table as plain text, and everything that is not clean."""
+    def lines(self, *, spoilt: bool = False) -> list[str]:
+        """The table as plain text, as wide as it has to be.
+
+        Args:
+            spoilt: Only the rows of points at which not everything is clean.
+        """
         rows = [["kind of point", "faults", *STATUSES]]
-        rows += [[group, *(str(number) for number in numbers)] for group, numbers in self._rows()]
+        rows += [
+            [group, *map(str, numbers)]
+            for group, numbers in self._rows()
+            if not spoilt or numbers[0] != numbers[1]
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
+        return [
             "  ".join(
                 cell.ljust(w) if i == 0 else cell.rjust(w)
                 for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             )
             for row in rows
         ]
+
+    def __str__(self) -> str:
+        """The table as plain text, and everything that is not clean."""
         told = [*self.notes, *(str(verdict) for verdict in self.broken)]
-        return "\n".join([self._title(), "", *lines, "", self._caption(), *told])
+        return "\n".join([self._title(), "", *self.lines(), "", self.caption, *told])
 
     def write(self, path: str | Path) -> Path:
         """Write it to a file: JUnit XML or JSON, by the suffix.
@@ -209,6 +221,11 @@ class SweepReport:
         return suite
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: `1 fault`, `2 faults`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def junit(suites: Iterable[ElementTree.Element]) -> str:
     """A file of JUnit XML.
 
@@ -228,85 +245,6 @@ def clean(text: str) -> str:
         text: Any.
     """
     return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "?", text)
-
-
-# Going on
-
-
-class State:
-    """The file of a sweep's verdicts: a header, and one line for each cell that was judged.
-
-    Args:
-        path: Where; `None` keeps nothing.
-        task: The task's name.
-        settings: Of the sweep.
-        fingerprint: What must be equal to go on.
-
-    Raises:
-        SweepError: The file is of another sweep, or no such file at all.
-    """
-
-    def __init__(self, path: str | Path | None, task: str, settings: Settings, fingerprint: str) -> None:
-        self.known: dict[str, Verdict] = {}
-        self._path = None if path is None else Path(path)
-        header = {
-            "interlock sweep": FORMAT,
-            "fingerprint": fingerprint,
-            "task": task,
-            "settings": settings.as_data(),
-        }
-        if self._path is None:
-            return
-        if self._path.exists() and self._path.stat().st_size:
-            self._read(self._path, header)
-        else:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(header) + "\n", encoding="utf-8")
-
-    def _read(self, path: Path, header: Mapping[str, Any]) -> None:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        whole, _, torn = text.rpartition("\n")
-        lines = whole.split("\n")
-        there = _line(lines[0])
-        if "interlock sweep" not in there:
-            raise SweepError(
-                f"'{path}' is not the state of a sweep: name another file, and nothing will be overwritten"
-            )
-        if there.get("fingerprint") != header["fingerprint"] or there["interlock sweep"] != FORMAT:
-            raise SweepError(
-                f"'{path}' is the state of another sweep ({_differences(there, header)}), and its verdicts "
-                "say nothing about this one. Remove it, or name another file"
-            )
-        for line in lines[1:]:
-            entry = _line(line)
-            if entry.get("status") in STATUSES:
-                self.known[entry["cell"]] = Verdict(**{**entry, "lines": tuple(entry["lines"])})
-        if torn:  # it was killed in the middle of a line: that cell is tried again
-            path.write_text(whole + "\n", encoding="utf-8")
-
-    def add(self, verdict: Verdict) -> None:
-        """Keep a verdict; it is on the disk when this returns."""
-        self.known[verdict.cell] = verdict
-        if self._path is not None:
-            # Opened anew each time: a file that stays open would be one more in each reading of the process.
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(verdict)) + "\n")
-
-
-def _line(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    if there.get("task") != here["task"]:
-        return f"of task '{there.get('task')}', not '{here['task']}'"
-    before, now = there.get("settings", {}), here["settings"]
-    changed = [f"{n}={before.get(n)!r}, not {v!r}" for n, v in now.items() if before.get(n) != v]
-    return "; ".join(changed) or "the task passes other points now than it did then"
 
 
 def verdict_of(cell: Cell, status: Status, lines: list[str], repeat: str, seconds: float) -> Verdict:

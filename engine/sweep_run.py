@@ -16,11 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import nn
 
 from interlock.backends.adapter import Adapter
-from interlock.backends.faults import Fault, inject
+from interlock.backends.faults import inject
 from interlock.specs import Entry, Slot
 
 from .checkpoint import Checkpoints
@@ -29,17 +28,20 @@ from .errors import NotFinished, SweepError
 from .options import ExitPolicy
 from .outcome import Outcome
 from .proof import proved
+from .sweep_arm import Armed
 from .sweep_device import Device
-from .sweep_hooks import Batches, HookStrike, Passages, wrapped
-from .sweep_points import Cell, InjectedFault, Settings
+from .sweep_digests import Digests, saved_in
+from .sweep_hooks import Batches, Passages, wrapped
+from .sweep_points import Settings
 from .sweep_process import reading, seeded, settled
 from .sweep_watch import Watch
 from .task import Task
 
 RELEASED = 10.0
 """Seconds that a blocked thread gets to end once it is let go."""
-FIRST = ("data", "after")
-"""The hook that fails first where a second fault is to strike the way out: all is whole, so it can rescue."""
+
+KEPT = "kept"
+"""The folder of a run's checkpoints."""
 
 
 @dataclass
@@ -61,6 +63,8 @@ class Seen:
         copies: Whether there is a device beside the host (the fault injector lets all backends say so).
         touched: What was asked of a simulated device after it was dead.
         error: What kept it from beginning at all.
+        updates: How many updates of an optimizer began, and how many of them were made.
+        saved: The last checkpoint, as `saved_in` reads it back; `None` if the run did not rescue.
     """
 
     outcome: Outcome | None = None
@@ -77,6 +81,8 @@ class Seen:
     copies: bool = False
     touched: tuple[str, ...] = ()
     error: BaseException | None = None
+    updates: tuple[int, int] = (0, 0)
+    saved: tuple[int, Digests] | str | None = None
 
 
 class _Watched(Engine):
@@ -98,62 +104,6 @@ class _Watched(Engine):
 
             session.driver._announce = both
         return session
-
-
-@dataclass
-class Armed:
-    """The fault of one cell, ready to strike.
-
-    Attributes:
-        hook: Where a hook is struck.
-        backend: Where calls of the backend are.
-        device: Where an operation of the simulated device is.
-        raised: Gets every injected error.
-        release: Lets go of what blocks.
-    """
-
-    hook: HookStrike | None = None
-    backend: tuple[Fault, ...] = ()
-    device: Any = None
-    raised: list[BaseException] = field(default_factory=list)
-    release: threading.Event = field(default_factory=threading.Event)
-
-    def make(self, kind: str, where: str) -> BaseException:
-        """An error of a kind, which is remembered."""
-        made: BaseException
-        if kind == "memory":
-            made = torch.OutOfMemoryError(f"injected: out of memory at {where}")
-        elif kind == "interrupt":
-            made = KeyboardInterrupt()
-        else:
-            made = InjectedFault(f"injected at {where}")
-        self.raised.append(made)
-        return made
-
-    def struck(self, layer: str) -> int:
-        """How often the fault struck: of two, the one on the way out."""
-        if layer == "hook":
-            return self.hook.struck if self.hook is not None else 0
-        if layer == "backend":
-            return sum(fault.struck for fault in self.backend)
-        return int(self.device.struck) if self.device is not None else 0
-
-
-def arm(cell: Cell, device: Device) -> Armed:
-    """The fault of a cell."""
-    point, armed = cell.point, Armed()
-    make = partial(armed.make, cell.fault, str(point))
-    if point.failed:
-        armed.hook = HookStrike(*FIRST, 1, partial(armed.make, "error", "the end of the data"))
-    if point.layer == "hook":
-        armed.hook = HookStrike(point.name, point.moment, point.nth, make)
-    elif point.layer == "backend":
-        times = 2 if cell.fault == "twice" else 1
-        block = armed.release if cell.fault == "blocks" else None
-        armed.backend = (Fault(point.name, point.moment, point.nth, make, times, block),)
-    elif point.layer == "device":
-        armed.device = device.strike(point.name, point.nth, cell.fault, make, armed.release)
-    return armed
 
 
 class Bench:
@@ -206,7 +156,7 @@ class Bench:
         if adapter is None:
             adapter = inject(self.make_adapter(), *armed.backend)
             watch.on(adapter)
-        passages = Passages(armed.hook, watch.hook)
+        passages = Passages(armed.hook, watch.hook, watch.updated)
         source = _source(self.task, self._pristine)
         seen = Seen(adapter=adapter, raised=armed.raised, copies=self.copies)
         seen.before = self.device.allocated(adapter)
@@ -225,6 +175,9 @@ class Bench:
             seen.process = settled(before)
             seen.after = self.device.allocated(adapter)
             seen.touched = self.device.touched()
+            seen.updates = passages.counts["update", "before"], passages.counts["update", "after"]
+            if seen.outcome is not None and any(e.event == "rescued" for e in seen.outcome.history):
+                seen.saved = saved_in(Path(folder) / KEPT)
         seen.slot = engine.slot
         seen.stacked = engine.stack.names if engine.stack is not None else ()
         return seen
@@ -241,7 +194,7 @@ class Bench:
         before = _threads()
         train = Batches(passages, "data", self.train)
         validate = None if self.validate is None else Batches(passages, "validation", self.validate)
-        keep = Checkpoints(Path(folder) / "kept") if self.settings.checkpoints else None
+        keep = Checkpoints(Path(folder) / KEPT) if self.settings.checkpoints else None
         try:
             run = engine.start(task, train, validate=validate, epochs=self.settings.epochs, checkpoints=keep)
         except Exception as error:

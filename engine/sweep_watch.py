@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
+from torch import nn
+from torch.optim import Optimizer
+
 from interlock.specs import Entry, Kind, Lifecycle
 
 from .sweep_device import Device
+from .sweep_digests import Digests, built_of, trained_of
 from .sweep_points import Point, Stage
 
 
@@ -17,9 +21,23 @@ class Watch:
 
     hook: Callable[[str, str, int], None] | None = None
     entered: Callable[[Entry], None] | None = None
+    updated: Callable[[nn.Module, Optimizer], None] | None = None
 
     def on(self, adapter: Any) -> None:
         """Watch the calls of an adapter."""
+
+
+class Recording(Watch):
+    """Notes what each update of an undisturbed run leads to."""
+
+    def __init__(self) -> None:
+        self.updates: list[Digests] = []
+        self.built: Digests = {}
+        self.updated = self._update
+
+    def _update(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.built = self.built or built_of(model)
+        self.updates.append(trained_of(model, {"optimizer": optimizer}))
 
 
 class Watching(Watch):

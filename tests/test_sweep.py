@@ -153,7 +153,7 @@ def test_a_quick_choice_has_each_kind_of_point_and_each_fault_of_it() -> None:
         (Point("backend", "move", "before", 1, "during"), ("error",)),
         (Point("backend", "free", "before", 1, "out", bounded=True), ("error", "twice", "blocks")),
         (Point("backend", "free", "after", 1, "out", bounded=True), ("error", "twice")),
-        (Point("device", "allocation", "during", 1, "during"), ("memory",)),
+        (Point("device", "allocation", "during", 1, "during"), ("memory", "loses")),
         (Point("device", "to_host", "during", 1, "during"), ("fails", "half", "loses")),
         (Point("device", "operator", "during", 1, "out"), ("fails", "half", "loses")),
         (Point("device", "sync", "during", 1, "out", bounded=True), ("fails", "loses", "blocks", "slow")),

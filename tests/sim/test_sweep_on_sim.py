@@ -70,6 +70,20 @@ def test_a_judge_that_breaks_off_leaves_no_dead_device_to_later_cells(
     assert not simulator.lost()
 
 
+def test_what_a_judge_that_breaks_off_leaves_on_the_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+
+    def breaks(case: Any) -> list[str]:
+        kept.append(torch.ones(3, device="sim"))
+        raise AttributeError("the judge's own")
+
+    monkeypatch.setattr(sweep_cell, "judged", breaks)
+    (verdict,) = swept(only="undisturbed").verdicts
+    kept.clear()
+    assert verdict.status == "undetermined"
+    assert verdict.lines[-1] == "12 bytes are left on the device, which later cells begin with"
+
+
 def test_faults_of_hooks_and_calls_are_clean_too() -> None:
     report = swept(layers=("hook", "backend"))
     assert report.ok, str(report)
