@@ -103,6 +103,13 @@ class Report:
     def __getitem__(self, name: str) -> Verdict:
         return next(v for v in self.verdicts if v.prop.name == name)
 
+    def __str__(self) -> str:
+        """The lifecycle, what was found of it, and each property that is not proved."""
+        held, count = sum(verdict.holds for verdict in self.verdicts), len(self.verdicts)
+        found = f"{held} of {count} properties proved" if count else "it has no property to prove"
+        head = f"{self.spec.name}: {self.result} ({found}, {self.configurations} configurations)"
+        return "\n".join([head, *(str(verdict) for verdict in self.verdicts if not verdict.holds)])
+
 
 def check(spec: Spec, limit: int = 100_000, life: Lifecycle | None = None) -> Report:
     """Decide every property of a spec.

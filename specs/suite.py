@@ -15,24 +15,22 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
-import torch
-
 from interlock import Task
 from interlock.backends.adapter import Adapter
-from interlock.backends.faults import MOMENTS
 from interlock.backends.registry import adapter_class
 
 from .compose import compose
 from .errors import BrokenPromise, MissingExtra, SpecError
 from .lifecycles import TRAINING
-from .suite_device import ERRORS, POINTS, Strike, Watch
+from .suite_device import RunFault, Watch
 from .suite_life import LEASES, Exit, Life
-from .suite_operations import LEAVING, OPERATIONS, added
+from .suite_operations import added
 from .suite_paths import (
     Case,
     SpecSuite,
@@ -48,6 +46,9 @@ try:
     import hypothesis
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+    from .suite_draws import EXIT_POLICIES, events, faults, in_play
+    from .suite_profiles import register_generators, register_profiles
 except ImportError as error:
     raise MissingExtra("interlock.specs.suite", "hypothesis", "test") from error
 
@@ -65,103 +66,6 @@ __all__ = [
     "register_profiles",
     "transitions_of",
 ]
-
-# Profiles and generators
-
-
-def register_profiles(prefix: str = "") -> None:
-    """Register the Hypothesis profiles `dev`, `ci` and `nightly`; none of them is loaded.
-
-    No deadline, since a first step compiles and a loaded machine stalls. `ci` is derandomized, so that a
-    change that has nothing to do with it never turns red by chance; `nightly` goes looking.
-
-    Args:
-        prefix: Before each name, for a project that has such profiles already.
-    """
-    common: dict[str, Any] = {"deadline": None, "print_blob": True}
-    register = hypothesis.settings.register_profile
-    register(f"{prefix}dev", max_examples=20, derandomize=False, **common)
-    register(f"{prefix}ci", max_examples=100, stateful_step_count=30, derandomize=True, **common)
-    register(f"{prefix}nightly", max_examples=3000, stateful_step_count=100, derandomize=False, **common)
-
-
-class _TorchGenerators:
-    """torch's own generators, as Hypothesis seeds and restores those that it knows."""
-
-    def seed(self, seed: int) -> None:
-        """Of the host, and of each device that was initialised."""
-        torch.manual_seed(seed)
-
-    def getstate(self) -> Any:
-        """The states, on the host."""
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return torch.get_rng_state(), devices
-
-    def setstate(self, state: Any) -> None:
-        """Put back what `getstate` returned."""
-        host, devices = state
-        torch.set_rng_state(host)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
-
-
-_generators: _TorchGenerators | None = None
-"""Hypothesis itself keeps a weak reference only."""
-
-
-def register_generators() -> None:
-    """Let Hypothesis seed torch's random generators for each example, and restore them after it.
-
-    So an example that fails fails again when it is replayed. A second call does nothing.
-    """
-    global _generators
-    if _generators is None:
-        _generators = _TorchGenerators()
-        hypothesis.register_random(_generators)
-
-
-# Random runs
-
-_OPTIONAL = tuple(
-    event
-    for event in OPERATIONS
-    if event not in ("acquire", "place", "optimize", "train", "update", "resume")
-)
-_EXITS = ("finish", "stop", "offload", *LEAVING)
-_EXIT_POLICIES: tuple[Exit, ...] = ("offload", "keep", "discard")
-_OFTEN, _SOMETIMES, _RARELY = 4, 2, 1
-_FEW, _MANY = 2, 12
-_COUNTS = {"move": _MANY, "fetch": _MANY, "update": 4}
-"""Call -> up to the how manieth a fault may strike; the others are made once or twice in a run."""
-
-
-def _strikes() -> st.SearchStrategy[tuple[str, str, int, str, int] | None]:
-    """Plain tuples, so that they print as what can be typed."""
-
-    def at(call: str) -> st.SearchStrategy[tuple[str, str, int, str, int]]:
-        nth = st.integers(1, _COUNTS.get(call, _FEW))
-        times = st.integers(1, 1 if call == "update" else 2)
-        return st.tuples(st.just(call), st.sampled_from(MOMENTS), nth, st.sampled_from(sorted(ERRORS)), times)
-
-    return st.none() | st.sampled_from(POINTS).flatmap(at)
-
-
-def _in_play(machine: RunMachine) -> st.SearchStrategy[list[str]]:
-    events = [event for event in _OPTIONAL if event in machine.setup.spec.events]
-    flags = st.lists(st.booleans(), min_size=len(events), max_size=len(events))
-    return flags.map(lambda drawn: [event for event, play in zip(events, drawn, strict=True) if play])
-
-
-def _events(machine: RunMachine) -> st.SearchStrategy[str]:
-    """An event that is legal now and in play, or, one time in eight, one that is not legal."""
-    life = machine.running()
-    weighted: list[str] = []
-    for event in life.operations:
-        if event in machine.optional or event not in _OPTIONAL:
-            often = _RARELY if event in _EXITS else _SOMETIMES if event in _OPTIONAL else _OFTEN
-            weighted += [event] * often
-    legal, illegal = st.sampled_from(weighted), st.sampled_from(life.illegal)
-    return st.integers(0, 7).flatmap(lambda drawn: illegal if drawn == 7 else legal)
 
 
 def _is_running(machine: RunMachine) -> bool:
@@ -184,6 +88,7 @@ class RunMachine(RuleBasedStateMachine):
         preamble: Prints the imports that a printed example needs.
         optional: The events in play.
         life: The present run, once there is one.
+        fired: How often each event was fired in it so far.
     """
 
     setup: ClassVar[Setup]
@@ -195,6 +100,7 @@ class RunMachine(RuleBasedStateMachine):
             hypothesis.note(type(self).preamble())
         self.optional: list[str] = []
         self.life: Life | None = None
+        self.fired: Counter[str] = Counter()
         self._watch = Watch(self.setup.make())
         self._failed = False
 
@@ -209,9 +115,9 @@ class RunMachine(RuleBasedStateMachine):
         return self.life
 
     @initialize(
-        optional=st.runner().flatmap(_in_play),
-        exit=st.sampled_from(_EXIT_POLICIES),
-        fault=_strikes(),
+        optional=st.runner().flatmap(in_play),
+        exit=st.sampled_from(EXIT_POLICIES),
+        fault=faults(),
         lease=st.sampled_from(sorted(LEASES)),
     )
     def begin(
@@ -233,17 +139,18 @@ class RunMachine(RuleBasedStateMachine):
         self._open(exit, fault, lease)
 
     @precondition(_is_running)
-    @rule(event=st.runner().flatmap(_events))
+    @rule(event=st.runner().flatmap(events))
     def fire(self, event: str) -> None:
         """Fire an event, and look at everything. What is illegal must be refused, and change nothing.
 
         Args:
             event: Of the spec, whether it is legal or not.
         """
+        self.fired[event] += 1
         self._guarded(partial(self.running().fire, event))
 
     @precondition(_is_over)
-    @rule(exit=st.sampled_from(_EXIT_POLICIES), fault=_strikes(), lease=st.sampled_from(sorted(LEASES)))
+    @rule(exit=st.sampled_from(EXIT_POLICIES), fault=faults(), lease=st.sampled_from(sorted(LEASES)))
     def restart(
         self,
         exit: Exit = "offload",  # noqa: A002 - named as the engine's setting
@@ -271,11 +178,11 @@ class RunMachine(RuleBasedStateMachine):
         life.drop()
 
     def _open(self, exit: Exit, fault: tuple[str, str, int, str, int] | None, lease: str) -> None:  # noqa: A002
-        strike = None if fault is None else Strike(*fault)
         if self._watch.lost:
             # Nothing may touch that device any more.
             self._watch = Watch(self.setup.make())
-        self.life = Life(self.setup, self._watch, exit, strike, lease)
+        self.fired = Counter()
+        self.life = Life(self.setup, self._watch, exit, None if fault is None else RunFault(*fault), lease)
 
     def _let_go(self) -> None:
         """What a run left on the device on purpose goes, before the next one counts."""

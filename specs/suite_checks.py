@@ -96,7 +96,7 @@ def _errors(life: Life, outcome: Outcome) -> Iterator[str]:
 
 
 def _left_nothing(life: Life, outcome: Outcome) -> Iterator[str]:
-    residue, struck = outcome.residue, life.strike is not None and bool(life.struck)
+    residue, struck = outcome.residue, life.fault is not None and bool(life.struck)
     measured = any(entry.event == "measured" for entry in outcome.history)
     if measured and not residue.known and not struck:
         yield "the device was measured, and the residue is unknown"
@@ -214,7 +214,7 @@ def _weights(life: Life, outcome: Outcome) -> Iterator[str]:
 
 def _whole(life: Life) -> bool:
     """Whether no call of the task's own was cut short in the middle: a buffer may have moved on."""
-    return not (life.strike is not None and life.strike.call == "update" and life.struck)
+    return not (life.fault is not None and life.fault.call == "update" and life.struck)
 
 
 def _process(life: Life, _: Outcome) -> Iterator[str]:
@@ -226,7 +226,8 @@ def _process(life: Life, _: Outcome) -> Iterator[str]:
 
 def _device(life: Life, _: Outcome) -> Iterator[str]:
     yield from dict.fromkeys(life.watch.wrong)
-    if life.watch.taken and not life.watch.lost and ("device", "released") in life.plain.ended:
+    last = dict(life.plain.ended).get("device")  # it ends once for each time that it is taken
+    if life.watch.taken and not life.watch.lost and last == "released":
         yield "the device is said to be released, and was never given back"
 
 

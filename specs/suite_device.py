@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from interlock.backends import faults
 from interlock.backends.adapter import Adapter, DeviceFacts, Leftover
 from interlock.backends.device import tensors_on
-from interlock.backends.faults import CALLS, Fault, inject
+from interlock.backends.faults import Fault, inject
 
 ERRORS: dict[str, type[BaseException]] = {
     "RuntimeError": RuntimeError,
@@ -24,7 +25,7 @@ ERRORS: dict[str, type[BaseException]] = {
     "MemoryError": MemoryError,
 }
 """What a fault raises, by name."""
-POINTS = (*(call for call in CALLS if call != "cut"), "update")
+FAULT_CALLS = (*(call for call in faults.CALLS if call != "cut"), "update")
 """Where a fault strikes: a call that every backend gets, or the update of the optimizer."""
 
 
@@ -32,11 +33,11 @@ class Lost(Exception):
     """By this error the device of a run is lost."""
 
 
-class Strike(NamedTuple):
+class RunFault(NamedTuple):
     """Where a fault strikes a run.
 
     Attributes:
-        call: One of `POINTS`.
+        call: One of `FAULT_CALLS`.
         moment: `before` or `after`.
         nth: Which call, counted from 1.
         error: A key of `ERRORS`.
@@ -68,9 +69,9 @@ class _Watched(Adapter):
         self.watch.asked("move")
         return super().move(tensor)
 
-    def cut(self, serving: bool = False) -> None:
+    def cut(self, step: int = 0) -> None:
         self.watch.asked("cut")
-        super().cut(serving)
+        super().cut(step)
 
     def sync(self) -> None:
         self.watch.asked("sync")
@@ -138,20 +139,19 @@ class Watch:
         elif call != "acquire" and not self.taken:
             self.wrong.append(f"'{call}' was called although the device was given back")
 
-    def begin(self, strike: Strike | None, make: Callable[[str], BaseException]) -> None:
+    def begin(self, fault: RunFault | None, make: Callable[[str], BaseException]) -> None:
         """Begin a run: what struck the last one does not strike it.
 
         Args:
-            strike: What strikes this one.
+            fault: What strikes this one.
             make: Makes the error of a name, and notes that it struck.
         """
         self.wrong, self.taken, self.calls = [], False, 0
         self.adapter.counts = {}
         self.adapter.faults = ()
-        if strike is not None and strike.call in CALLS:
-            error = strike.error
-            fault = Fault(strike.call, strike.moment, strike.nth, lambda: make(error), strike.times)
-            self.adapter.faults = (fault,)
+        if fault is not None and fault.call in faults.CALLS:
+            call, moment, nth, error, times = fault
+            self.adapter.faults = (Fault(call, moment, nth, lambda: make(error), times),)
 
     def resident(self) -> int:
         """Bytes of tensors on the device, by the device's own account where it keeps one.

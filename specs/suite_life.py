@@ -6,7 +6,6 @@ No Hypothesis in here: an operation is a method call, so what Hypothesis prints 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,13 +15,13 @@ from torch import nn
 from interlock import Created, Engine, Outcome
 from interlock.errors import StaleHandle
 
-from .errors import BrokenPromise
+from .errors import BrokenPromise, InterlockError
 from .model import Kind
-from .suite_device import ERRORS, Lost, Process, Strike, Watch
+from .suite_device import ERRORS, Lost, Process, RunFault, Watch
 from .suite_operations import LEAVING, METHODS, OPERATIONS, WAITS, operation
 from .suite_paths import refused
 from .suite_plain import Plain
-from .suite_setup import Setup, named, tensors_in
+from .suite_setup import Setup, empty, named
 
 Exit = Literal["offload", "keep", "discard"]
 LEASES: dict[str, dict[str, Any]] = {"": {}, "seed": {"seed": 0}, "threads": {"threads": 1}}
@@ -45,7 +44,7 @@ class Life:
         setup: What it has in common with others.
         watch: Looks at its adapter.
         exit: The exit policy.
-        strike: Where a fault strikes it.
+        fault: What strikes it.
         lease: A key of `LEASES`.
     """
 
@@ -54,10 +53,10 @@ class Life:
         setup: Setup,
         watch: Watch,
         exit: Exit = "offload",  # noqa: A002 - named as the engine's setting
-        strike: Strike | None = None,
+        fault: RunFault | None = None,
         lease: str = "",
     ) -> None:
-        self.setup, self.watch, self.exit, self.strike, self.lease = setup, watch, exit, strike, lease
+        self.setup, self.watch, self.exit, self.fault, self.lease = setup, watch, exit, fault, lease
         self.plain = Plain(setup.spec)
         self.struck: list[BaseException] = []
         self.model: nn.Module | None = None
@@ -73,7 +72,7 @@ class Life:
         """Those that the run has given so far, by the name of their phase."""
         self.process = Process()
         self.random = torch.get_rng_state()
-        watch.begin(strike, self.error)
+        watch.begin(fault, self.error)
         engine = Engine(watch.adapter, exit=exit, deadline=setup.deadline, **LEASES[lease])
         task = replace(setup.task, model=self._build, optimizer=self._optimizer, compile=False)
         self.created: Created = engine.open(task)
@@ -93,7 +92,7 @@ class Life:
 
     def _optimizer(self, model: nn.Module) -> Any:
         made: Any = self.setup.task.optimizer(model)
-        if self.strike is not None and self.strike.call == "update":
+        if self.fault is not None and self.fault.call == "update":
             for optimizer in made.values() if isinstance(made, dict) else (made,):
                 optimizer.register_step_pre_hook(lambda *_: self._update("before"))
                 optimizer.register_step_post_hook(lambda *_: self._update("after"))
@@ -101,10 +100,10 @@ class Life:
 
     def _update(self, moment: str) -> None:
         self._updates += moment == "before"
-        strike = self.strike
-        struck = strike is not None and strike.nth <= self._updates < strike.nth + strike.times
-        if strike is not None and struck and moment == strike.moment:
-            raise self.error(strike.error)
+        fault = self.fault
+        struck = fault is not None and fault.nth <= self._updates < fault.nth + fault.times
+        if fault is not None and struck and moment == fault.moment:
+            raise self.error(fault.error)
 
     def error(self, name: str) -> BaseException:
         """An error that strikes now, by name."""
@@ -206,10 +205,15 @@ class Life:
 
     def abort(self) -> None:
         """End the run in any way, and put the process back, for a test that has failed."""
-        with suppress(BaseException):  # the test's own error is the one that is told
+        try:
             self.created.__exit__(RuntimeError, RuntimeError("the test failed"), None)
-        self.process.put_back()
-        torch.set_rng_state(self.random)
+        except BaseException as error:
+            # The test's own error is the one that is told, but an interrupt of the user's goes through.
+            if not isinstance(error, Exception) and all(error is not struck for struck in self.struck):
+                raise
+        finally:
+            self.process.put_back()
+            torch.set_rng_state(self.random)
 
     def drop(self) -> None:
         """Let what the run was to keep on the device go, and a device that a fault kept from being freed."""
@@ -217,17 +221,9 @@ class Life:
             adapter = self.watch.adapter
             adapter.faults = ()
             adapter.free()  # or the next runs could not tell theirs from what is left of this one
-        for module in self.model.modules() if self.model is not None else ():
-            for attribute, value in list(vars(module).items()):
-                here = [t for t in tensors_in(value) if self.watch.adapter.resident(t)]
-                if attribute == "_modules" or not here:
-                    continue
-                for tensor in here:
-                    with suppress(
-                        RuntimeError
-                    ):  # no tensor changes its kind in place: it goes with the module's
-                        tensor.data = torch.empty(0, dtype=tensor.dtype)
-                vars(module)[attribute] = {} if isinstance(value, dict) else None
+        if self.model is not None:
+            empty(self.model, self.watch.adapter)
+        self.originals.clear()  # the same ones, where placement keeps Parameters
 
     def _attempt(self, work: Callable[[], object]) -> BaseException | None:
         try:
@@ -265,10 +261,13 @@ class Life:
         before = len(self.session.driver.slot.history)
         try:
             call(handle)
+            raised = "nothing"
         except StaleHandle:
-            pass
-        else:
-            yield f"'{event}' on the handle of phase '{phase}', which is over, raised nothing"
+            raised = ""
+        except InterlockError as error:
+            raised = repr(error)
+        if raised:
+            yield f"'{event}' on the handle of phase '{phase}', which is over, raised {raised}"
         if len(self.session.driver.slot.history) != before:
             yield f"'{event}' on the handle of phase '{phase}', which is over, has changed the run"
 

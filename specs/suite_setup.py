@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,6 +105,20 @@ def tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     elif depth and type(value) in (list, tuple, set, dict):
         for one in value.values() if type(value) is dict else value:
             yield from tensors_in(one, depth - 1)
+
+
+def empty(model: nn.Module, adapter: Adapter) -> None:
+    """Let go of what a module has on the device: it is of no use afterwards."""
+    for module in model.modules():
+        for attribute, value in list(vars(module).items()):
+            here = [tensor for tensor in tensors_in(value) if adapter.resident(tensor)]
+            if attribute == "_modules" or not here:
+                continue
+            for tensor in here:
+                # Where no tensor changes its kind in place, it goes with the module's.
+                with suppress(RuntimeError):
+                    tensor.data = torch.empty(0, dtype=tensor.dtype)
+            vars(module)[attribute] = {} if isinstance(value, dict) else None
 
 
 def preamble(name: str, module: str, backend: object, task: object, data: object, tolerance: float) -> str:

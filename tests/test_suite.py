@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import hypothesis
@@ -11,7 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis.errors import InvalidArgument
-from tools.planted import PLANTED, planted
+from tools.planted import EXPECTED, PLANTED, planted
 from tools.runs import environment
 from torch import nn
 
@@ -110,16 +112,33 @@ def test_a_task_of_ones_own_on_an_adapter_of_ones_own(backend: Any) -> None:
     run(machine_for(backend, TASK, data=DATA), settings(QUICK, max_examples=10))
 
 
+def test_the_simplest_run_goes_everywhere() -> None:
+    """So whatever any profile misses, it is not what an ordinary run gets wrong."""
+    made = machine_for("double")
+    runs: list[tuple[list[str], Counter[str]]] = []
+
+    class Noting(made):  # type: ignore[misc, valid-type]
+        def teardown(self) -> None:
+            runs.append((self.optional, self.fired))
+            super().teardown()
+
+    run(Noting, settings(QUICK, max_examples=1))
+    optional, fired = runs[0]
+    assert optional == ["validate", "adopt", "sync", "pause", "suspend"]
+    assert set(fired) >= {"acquire", "place", "optimize", "train", "update", "resume", *optional}
+    assert min(fired[event] for event in ("update", *optional)) > 1
+
+
 # Planted faults are found
 
 
 @pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.filterwarnings("ignore::interlock.errors.FrozenParameterWarning")
 def test_a_planted_fault_is_found_within_the_ci_profile(name: str) -> None:
     with planted(name):
         error = failure(machine_for("double"))
-    assert isinstance(error, il.errors.InterlockError), repr(
-        error
-    )  # a broken promise, or the engine's own word
+    assert isinstance(error, il.errors.InterlockError)  # a broken promise, or the engine's own word
+    assert re.search(EXPECTED[name], str(error)), str(error)
 
 
 def test_what_was_planted_is_gone_afterwards() -> None:
@@ -179,6 +198,54 @@ def test_a_run_can_be_driven_by_hand() -> None:
     for event in ("acquire", "place", "optimize", "train", "update", "sync", "suspend", "resume", "finish"):
         state.fire(event)
     assert state.running().closed
+    state.teardown()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupt_of_the_users_is_not_swallowed_while_a_failed_run_is_cleared_away(
+    raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the process is put back in any case."""
+    state = machine_for("double")()
+    state.begin()
+    life = state.running()
+    exit_ = life.created.__exit__
+    threads = torch.get_num_threads()
+
+    def struck(*error: Any) -> None:
+        exit_(*error)
+        raise raised("pressed")
+
+    monkeypatch.setattr(type(life.created), "__exit__", lambda self, *error: struck(*error))
+    torch.set_num_threads(threads + 1)
+    if raised is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt, match="pressed"):
+            life.abort()
+    else:
+        life.abort()
+    assert torch.get_num_threads() == threads
+
+
+def test_an_interrupt_that_was_drawn_is_no_interrupt_of_the_users() -> None:
+    state = machine_for("double")()
+    state.begin(fault=("free", "before", 1, "KeyboardInterrupt", 9))
+    for event in ("acquire", "place"):
+        state.fire(event)
+    life = state.running()
+    life.abort()
+    assert {type(error) for error in life.struck} == {KeyboardInterrupt}
+    life.drop()
+
+
+def test_the_device_of_a_run_ends_once_for_each_time_it_is_taken() -> None:
+    """Given back when the run was suspended, and abandoned at its end: that is no broken promise."""
+    state = machine_for("double")()
+    state.begin(exit="discard", fault=("free", "before", 2, "RuntimeError", 2))
+    for event in ("acquire", "place", "optimize", "train", "update", "suspend", "resume", "finish"):
+        state.fire(event)
+    outcome = state.running().outcome
+    assert outcome is not None
+    assert outcome.abandoned == ("device",)
     state.teardown()
 
 

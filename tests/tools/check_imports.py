@@ -43,7 +43,8 @@ LAZILY: dict[str, set[str] | None] = {
 
 # Files with wider rights than their folder.
 EXTRA = {
-    "specs/suite.py": {"torch", "hypothesis"},  # invariant suites, shipped for anybody's tests
+    # invariant suites, shipped for anybody's tests
+    **{f"specs/{part}.py": {"torch", "hypothesis"} for part in ("suite", "suite_draws", "suite_profiles")},
     **{f"specs/suite_{part}.py": {"torch"} for part in ("checks", "device", "life", "setup")},
     "engine/pytest_plugin.py": {"pytest"},
     "backends/contract.py": {"pytest"},  # tests, shipped for whoever writes an adapter
@@ -55,7 +56,7 @@ WIDER = {
     "specs/suite.py": {"backends", "engine"},
     **{
         f"specs/suite_{part}.py": {"backends", "engine"}
-        for part in ("checks", "device", "life", "operations", "paths", "setup")
+        for part in ("checks", "device", "draws", "life", "operations", "paths", "setup")
     },
 }
 

@@ -15,6 +15,7 @@ import torch
 
 from interlock import handles, phases, residency, suspension
 from interlock.backends import double
+from interlock.backends.double import ReplacingDouble
 from interlock.driver import Driver
 from interlock.ending import Ending
 from interlock.evidence import Errors
@@ -171,6 +172,70 @@ def _release_of_half_a_model_forgotten() -> list[Change]:
     return [(Driver, "settle", forgetting)]
 
 
+# In an adapter: the double stands for anybody's
+
+
+def _fetch_aliases() -> list[Change]:
+    return [(ReplacingDouble, "_fetch", lambda self, tensor: tensor.detach())]
+
+
+def _fetch_rounds() -> list[Change]:
+    fetch = ReplacingDouble._fetch
+
+    def rounding(self: ReplacingDouble, tensor: torch.Tensor) -> torch.Tensor:
+        home = fetch(self, tensor)
+        return home.half().to(home.dtype) if home.is_floating_point() else home
+
+    return [(ReplacingDouble, "_fetch", rounding)]
+
+
+def _place_freezes_biases() -> list[Change]:
+    place = ReplacingDouble._place
+
+    def freezing(self: ReplacingDouble, model: torch.nn.Module) -> None:
+        place(self, model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() > 1)
+
+    return [(ReplacingDouble, "_place", freezing)]
+
+
+def _place_leaves_buffers() -> list[Change]:
+    place = ReplacingDouble._place
+
+    def leaving(self: ReplacingDouble, model: torch.nn.Module) -> None:
+        buffers = [(module, dict(module._buffers)) for module in model.modules()]
+        place(self, model)
+        for module, before in buffers:
+            module._buffers.update(before)
+
+    return [(ReplacingDouble, "_place", leaving)]
+
+
+def _free_forgets_a_staging_buffer() -> list[Change]:
+    move = ReplacingDouble._move
+
+    def keeping(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        moved = self.staging = move(self, tensor)
+        return moved
+
+    return [(ReplacingDouble, "_move", keeping)]
+
+
+def _free_forgets_a_switch() -> list[Change]:
+    acquire = ReplacingDouble._acquire
+
+    def switching(self: ReplacingDouble) -> Any:
+        torch.use_deterministic_algorithms(True)
+        return acquire(self)
+
+    return [(ReplacingDouble, "_acquire", switching)]
+
+
+def _leftovers_are_not_told() -> list[Change]:
+    return [(ReplacingDouble, "_leftovers", lambda self: ())]
+
+
 PLANTED: dict[str, Callable[[], list[Change]]] = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
@@ -193,9 +258,46 @@ PLANTED: dict[str, Callable[[], list[Change]]] = {
         _residue_not_measured,
         _illegal_event_passed_over,
         _stale_handles_work,
+        _fetch_aliases,
+        _fetch_rounds,
+        _place_freezes_biases,
+        _place_leaves_buffers,
+        _free_forgets_a_staging_buffer,
+        _free_forgets_a_switch,
+        _leftovers_are_not_told,
     )
 }
 """What is wrong -> what is changed for it."""
+
+EXPECTED = {
+    "release forgotten on one path": r"\d+ bytes are on the device, and 0 may be",
+    "release of half a model forgotten": r"\d+ bytes are on the device, and 0 may be",
+    "plain tensors forgotten": r"on the device, and should be at home: .*outputs",
+    "optimizer not rebound at home": r"the optimizer holds parameters that are not the model's",
+    "optimizer not rebound on resuming": r"when the run was resumed: the optimizer holds .* before placement",
+    "optimizer state lost on resuming": r"the optimizer had state for 3 parameters, and has it for 0",
+    "device released twice": r"the device was given back twice",
+    "device asked after release": r"'sync' was called although the device was given back",
+    "later error replaces the first": r"the outcome's error is .*, and the first that struck",
+    "error on the way out swallowed": r"struck in '\w+', and nothing was raised",
+    "ties not tied again": r"'first.weight' and 'second.weight' were one tensor, and are two",
+    "gradients kept with the model": r"\d+ bytes are on the device, and \d+ may be",
+    "optimizer state left there": r"\d+ bytes are on the device",
+    "switch not put back": r"'overwrite parameters' was False, and is True",
+    "wrong phase told": r"the handle says 'training', the plain machine 'paused'",
+    "history entry dropped": r"the outcome has another history than the run",
+    "residue not measured": r"should have gone \[.*'measure', 'measured'",
+    "illegal event passed over": r"'\w+' was taken in '\w+', where it is not legal",
+    "stale handles work": r"on the handle of phase '\w+', which is over, (raised|has changed)",
+    "fetch aliases": r"on the device, and should be at home: .*first\._parameters",
+    "fetch rounds": r"'first.weight' is .* away from an undisturbed run of \d+ steps",
+    "place freezes biases": r"what trains has changed",
+    "place leaves buffers": r"the model was kept on the device, and \['seen'\] are not there",
+    "free forgets a staging buffer": r"\d+ bytes are on the device",
+    "free forgets a switch": r"'deterministic algorithms' was False, and is True",
+    "leftovers are not told": r"the outcome says that (0 bytes are left, and there are|it left -\d+ bytes)",
+}
+"""What is wrong -> what the error that finds it says, at least."""
 
 
 @contextmanager
