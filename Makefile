@@ -154,5 +154,5 @@ constraints: $(WHEEL) ## resolve constraints.txt anew; make TORCH=2.14.0 constra
 	rm -rf build/constraints
 
 clean: ## remove everything that was made, the environment too
-	rm -rf $(VENV) build dist out interlock.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(XLA) build dist out interlock.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find engine backends specs tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -99,16 +99,16 @@ class Adapter:
         """The tensor of a batch on the device: as `move`, unless batches are spread over several devices."""
         return self.move(tensor)
 
-    def cut(self, serving: bool = False) -> None:
+    def cut(self, step: int = 0) -> None:
         """End the program traced so far, and let the device begin with it; waits for nothing.
 
         Called after each micro-batch where the monitor's step automata speak of `sync`, and after each
         batch of an evaluation or a prediction on a device that is `lazy`.
 
         Args:
-            serving: Whether it was a batch of an evaluation or a prediction.
+            step: That the micro-batch belongs to, from 1; 0 for one of an evaluation or a prediction.
         """
-        self._cut(serving)
+        self._cut(step)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[float]:
         """The values of scalars on the device, in one go: for reports, after a cut.
@@ -206,7 +206,7 @@ class Adapter:
     def _sync(self) -> None:
         return None
 
-    def _cut(self, serving: bool) -> None:
+    def _cut(self, step: int) -> None:
         return None
 
     def _fetch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -220,6 +220,8 @@ class Adapter:
 
 
 def read_together(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """The values of scalars that stand on one device, by one copy."""
-    values: list[float] = torch.stack(list(tensors)).tolist() if tensors else []
+    """The values of scalars; of those that stand on one device by one copy."""
+    if len({tensor.device for tensor in tensors}) != 1:
+        return [float(tensor) for tensor in tensors]
+    values: list[float] = torch.stack(list(tensors)).tolist()
     return values

@@ -35,6 +35,8 @@ class DeviceAdapter(Adapter):
     """
 
     copies: ClassVar[bool] = True
+    alone: ClassVar[bool] = False
+    """Whether two runs of one process cannot have the device at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -133,6 +135,11 @@ class DeviceAdapter(Adapter):
                     "device back. Name the backend instead of passing an adapter, or make one for each run"
                 )
             others = _here.setdefault(self.device, weakref.WeakSet())
+            if self.alone and others:
+                raise DeviceInUse(
+                    f"another run of this process has the device of backend '{self.name}', and cannot share "
+                    "it: wait until it has ended, or pause it with `run.pause(release=True)`"
+                )
             self._beside = bool(others)
             for other in others:
                 other._beside = True

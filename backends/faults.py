@@ -87,8 +87,8 @@ class _Faulty(Adapter):
     def move(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._call("move", tensor)  # type: ignore[no-any-return]
 
-    def cut(self, serving: bool = False) -> None:
-        self._call("cut", serving)
+    def cut(self, step: int = 0) -> None:
+        self._call("cut", step)
 
     def sync(self) -> None:
         self._call("sync")

@@ -2,7 +2,8 @@
 
 `Calls` is everything that is asked of the device, by `torch.accelerator` where that has it, as torch_tpu
 wants it; `TpuAdapter` decides what is asked, and when. Never run on hardware: it was tried with the simulated
-device in the place of the TPU, where placement keeps Parameters and where it makes new ones.
+device in the place of the TPU, where placement keeps Parameters and where it makes new ones; its names were
+read in the wheel of torch_tpu 0.2.0.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -51,19 +52,20 @@ class Calls:
 
     def random_state(self) -> torch.Tensor:
         """That of the device's generator, on the host."""
-        state: torch.Tensor = self._module().get_rng_state(self.device)
-        return state
+        return self._generator().get_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
         """Let the device's generator continue from there."""
-        self._module().set_rng_state(state, self.device)
+        self._generator().set_state(state)
 
     def seed(self, seed: int) -> None:
         """Seed the device's generator."""
-        self._module().manual_seed(seed)
+        self._generator().manual_seed(seed)
 
-    def _module(self) -> Any:
-        return torch.get_device_module(self.device)
+    def _generator(self) -> torch.Generator:
+        # `torch.tpu.get_rng_state` raises from torch 2.13 on, in favour of a function that 2.13 has not.
+        found: torch.Generator = torch.get_device_module(self.device).default_generators[self.device.index]
+        return found
 
 
 class TpuAdapter(DeviceAdapter):
@@ -167,7 +169,7 @@ class TpuAdapter(DeviceAdapter):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _version(name: str) -> str:

@@ -22,14 +22,11 @@ from .adapter import DeviceFacts, Leftover
 from .device import DeviceAdapter, message_of, tensors_on
 from .monitors import XLA
 
-DEAD = re.compile(
-    r"Core halted unexpectedly|Accelerator device halted prematurely|device or resource busy|"
-    r"UNAVAILABLE: (?:Socket closed|Connection reset|TPU)|TPU initialization failed"
-)
-"""What a dead TPU says; later calls fail as well."""
+DEAD = re.compile(r"Core halted unexpectedly|Accelerator device halted prematurely")
+"""What a dead TPU says, and nothing else: a device that is taken for dead costs the weights of the run."""
 _UNSEEN = "a graph that holds it alone, so its size is not known: at least this"
 _DUE = 2
-"""So many micro-batches may need programs of their own: the first update makes the optimizer's state."""
+"""So many steps may need programs of their own: the first update makes the optimizer's state."""
 
 
 class XlaAdapter(DeviceAdapter):
@@ -43,6 +40,8 @@ class XlaAdapter(DeviceAdapter):
     name: ClassVar[str] = "xla"
     monitor: ClassVar[Monitor] = XLA
     lazy: ClassVar[bool] = True
+    alone: ClassVar[bool] = True
+    """What is traced is cut for the whole process: a second run's half-traced step would be cut with it."""
 
     def __init__(self, *, spmd: bool = False) -> None:
         super().__init__(torch.device("xla", 0))
@@ -52,11 +51,9 @@ class XlaAdapter(DeviceAdapter):
         """The number of the first tensor that is of the run, and not of before."""
         self._stood = 0
         """How many of before Python knew on the device when it was taken."""
-        self._cuts = 0
-        self._compiled: list[int] = []
-        """The micro-batches of training after which programs were compiled."""
-        self._programs = 0
-        self._remarks: tuple[str, ...] = ()
+        self._account = _Account()
+        self._told = False
+        """Whether the account of the last run was asked for: the next one begins anew."""
 
     @classmethod
     def unavailable(cls) -> str:
@@ -115,8 +112,9 @@ class XlaAdapter(DeviceAdapter):
         self.calls.set_random_state(seed)
 
     def remarks(self) -> tuple[str, ...]:
-        """How many programs were compiled, when and for how long, and what cut them in two."""
-        return self._remarks
+        """On what it ran; how many programs were compiled, in which steps; what cut them in two."""
+        self._told = True
+        return self._account.remarks()
 
     # -- the hooks ------------------------------------------------------------------------------
 
@@ -125,8 +123,9 @@ class XlaAdapter(DeviceAdapter):
         self._before = self.calls.counted()
         self._first = self.calls.next_number()
         self._stood = len(self._known(before=True)) if self._before.live else 0
-        self._cuts, self._compiled, self._programs = 0, [], self._before.programs
-        self._remarks = ()
+        if self._told:
+            self._account, self._told = _Account(), False
+        self._account.take(facts.name, self._before)
         return facts
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -135,18 +134,17 @@ class XlaAdapter(DeviceAdapter):
     def _home(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.calls.home(tensor)
 
-    def _cut(self, serving: bool) -> None:
+    def _cut(self, step: int) -> None:
         self._refuse_lost()
         self.calls.cut()
-        self._cuts += not serving
-        programs = self.calls.programs()
-        if programs != self._programs:
-            self._programs = programs
-            if not serving:
-                self._compiled.append(self._cuts)
+        if self.calls.programs() != self._account.programs:
+            self._account.compiled(step, self.calls.counted())
 
     def _wait(self) -> None:
+        # It cuts, too, which moves the generator on: a run that is paused goes on to draw what it would have.
+        state = self.calls.random_state()
         self.calls.wait()
+        self.calls.set_random_state(state)
 
     @property
     def allocated(self) -> int:
@@ -166,15 +164,16 @@ class XlaAdapter(DeviceAdapter):
         return [found[number] for number in sorted(found)]
 
     def _measure(self) -> tuple[Leftover, ...] | None:
-        self._remark()
-        now = self.calls.counted().live
+        counted = self.calls.counted()
+        self._account.give_back(counted)
+        now = counted.live
         # Of those that stood there before, some may have gone meanwhile, which hides as many new ones.
         gone = self._stood - len(self._known(before=True)) if self._stood else 0
         new = now - (self._before.live - gone)
-        if new <= 0:
+        # What a graph of before held, and holds no longer, is not known to have gone, and may hide new ones;
+        # but those that Python knows are surely of the run.
+        if new <= 0 and not self._before.live:
             return ()
-        if self._beside:
-            return None
         left = self._known()
         unseen = max(new - len(left), 0)
         return (*left, *(Leftover(1, _UNSEEN) for _ in range(unseen)))
@@ -182,25 +181,63 @@ class XlaAdapter(DeviceAdapter):
     def _give_back(self) -> None:
         self._stood = 0
 
-    def _remark(self) -> None:
-        done = self.calls.counted()
-        programs = done.programs - self._before.programs
-        if not programs:
-            return
-        found = [f"XLA compiled {programs} programs in {done.seconds - self._before.seconds:.1f} s"]
-        late = [cut for cut in self._compiled if cut > _DUE]
+
+class _Account:
+    """What one run had compiled and read, over all times that it had the device."""
+
+    def __init__(self) -> None:
+        self._device = ""
+        self._total = xla_calls.Counted(0, 0, 0.0, 0)
+        self._before = self._total
+        self._steps: dict[int, float] = {}
+        """Step, from 1 (0: an evaluation) -> seconds that its new programs took to compile."""
+        self._spent = 0.0
+        self.programs = 0
+        """Programs of the process when it was looked at last."""
+
+    def take(self, device: str, before: xla_calls.Counted) -> None:
+        """The device was taken."""
+        self._device, self._before = device, before
+        self.programs, self._spent = before.programs, before.seconds
+
+    def compiled(self, step: int, now: xla_calls.Counted) -> None:
+        """A step, or an evaluation, had programs compiled."""
+        self._steps[step] = self._steps.get(step, 0.0) + now.seconds - self._spent
+        self.programs, self._spent = now.programs, now.seconds
+
+    def give_back(self, now: xla_calls.Counted) -> None:
+        """The device is given back, perhaps not for the last time."""
+        total, before = self._total, self._before
+        self._total = xla_calls.Counted(
+            live=0,
+            programs=total.programs + now.programs - before.programs,
+            seconds=total.seconds + now.seconds - before.seconds,
+            reads=total.reads + now.reads - before.reads,
+        )
+        self._before = now
+
+    def remarks(self) -> tuple[str, ...]:
+        """For the notes of an outcome."""
+        total = self._total
+        if not self._device:
+            return ()
+        found = [f"ran as {self._device}"]
+        if total.programs:
+            found.append(f"XLA compiled {total.programs} programs in {total.seconds:.1f} s")
+        late = [step for step in self._steps if step > _DUE]
         if late:
+            seconds = sum(self._steps[step] for step in late)
             found.append(
-                f"of these some late, after micro-batches {_listed(late)} of {self._cuts}: a batch of "
-                "another shape is a program of its own. Pad or drop the last batch of an epoch (drop_last)"
+                f"XLA compiled programs as late as in step {_listed(late)}, for {seconds:.1f} s: a batch of "
+                "another shape (pad or drop the last one of an epoch), the rest of a window, a learning rate "
+                "that became 0 or 1, or adopted parameters make a step another program"
             )
-        reads = done.reads - self._before.reads
-        if reads:
+        if total.reads:
             found.append(
-                f"values were read from XLA one by one {reads} times (`.item()`, `float()`, an `if`): in a "
-                "step each of them cuts its program in two"
+                f"values were read from XLA, or computed on the host in its place, {total.reads} times "
+                "(`.item()`, `float()`, an `if`, `nonzero`): in a step each of them cuts its program in two"
             )
-        self._remarks = tuple(found)
+        return tuple(found)
 
 
 def _listed(numbers: Sequence[int]) -> str:

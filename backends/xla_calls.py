@@ -7,7 +7,6 @@ and the first question about a device starts its runtime, which cannot be starte
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from .adapter import DeviceFacts
+from .errors import DeviceUnavailable
 
 
 def unavailable() -> str:
@@ -56,7 +56,7 @@ class Counted:
         live: Tensors on the device that are alive, those included that only a graph holds.
         programs: Programs that were compiled.
         seconds: Spent on that.
-        reads: Times that a single value was read (`.item()`, `float()`, `if`).
+        reads: Times that a value was read, one by one, or that XLA left an operation to the host.
     """
 
     live: int
@@ -86,6 +86,14 @@ class Calls:
         self._native = self._xla._XLAC
         self._metrics = importlib.import_module("torch_xla.debug.metrics")
         runtime = importlib.import_module("torch_xla.runtime")
+        started = bool(self._native._xla_runtime_is_initialized())
+        if started and self.spmd != bool(runtime.is_spmd()):
+            # torch_xla itself would end the process, or fail later.
+            how = "for one device" if self.spmd else "over all devices (SPMD)"
+            raise DeviceUnavailable(
+                f"torch_xla runs {how} in this process already, and cannot be switched: let all runs of a "
+                "process pass the same `XlaAdapter(spmd=...)`"
+            )
         if self.spmd and self._mesh is None:
             runtime.use_spmd()
             sharding = importlib.import_module("torch_xla.distributed.spmd")
@@ -167,14 +175,12 @@ class Calls:
             live=(count("CreateXlaTensor") or 0) - (count("DestroyXlaTensor") or 0),
             programs=self.programs(),
             seconds=compiled[1] / 1e9 if compiled else 0.0,
-            reads=count("aten::_local_scalar_dense") or 0,
+            # What XLA does itself is counted under `xla::`.
+            reads=sum(
+                count(name) or 0 for name in self._metrics.counter_names() if name.startswith("aten::")
+            ),
         )
 
     def programs(self) -> int:
         """How many programs were compiled so far; costs a fraction of a microsecond."""
         return self._metrics.counter_value("UncachedCompile") or 0
-
-
-def chosen() -> str:
-    """What the environment says of the hardware: `PJRT_DEVICE`."""
-    return os.environ.get("PJRT_DEVICE", "")

@@ -31,6 +31,7 @@ class Position:
         updating: Inside the optimizer's update; parameters may be half changed.
         step: Steps that are complete.
         epoch: The present epoch, from 0.
+        cutting: Since when, by `time.monotonic()`, a lazy device compiles or begins a program; else 0.
         doing: What the run's thread was last seen to begin: "loader", "step", ...
         request: What another thread asked for: "", "stop", "cancel", "pause" or "suspend"; or what the
             run's own thread found: "finish".
@@ -40,12 +41,13 @@ class Position:
     """
 
     __slots__ = (
-        *("asking", "cancellation", "changed", "doing", "epoch"),
+        *("asking", "cancellation", "changed", "cutting", "doing", "epoch"),
         *("request", "since", "step", "updating"),
     )
 
     def __init__(self) -> None:
         self.updating = False
+        self.cutting = 0.0
         self.step = 0
         self.epoch = 0
         self.doing = ""

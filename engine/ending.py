@@ -258,6 +258,8 @@ class Ending:
 
     def _leave(self, error: BaseException | None) -> None:
         self._losses = []  # they stand on the device
+        if self.adapter.lazy:
+            self.work.drop_gradients()
         # An interrupt may land in `torch.no_grad` itself, an optimizer's for instance, and leave them off.
         torch.set_grad_enabled(self._gradients)
         for kind, state in self._autocast.items():

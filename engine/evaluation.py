@@ -281,7 +281,9 @@ class Means:
 
     def _numbers(self, values: list[Any]) -> list[Any]:
         """Scalars as numbers; those on a device are read in one go."""
-        return self._read(values) if all(isinstance(value, torch.Tensor) for value in values) else values
+        there = [value for value in values if isinstance(value, torch.Tensor)]
+        known = iter(self._read(there) if there else ())
+        return [next(known) if isinstance(value, torch.Tensor) else value for value in values]
 
     def reset(self) -> None:
         """Let what gathers by itself begin anew."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from interlock.backends.adapter import read_together
 from interlock.specs.protocol import Protocol
 
 from . import facts
@@ -186,6 +187,7 @@ class Hand:
         model: Returns the placed model.
         move: Takes a batch to the device.
         cut: Ends a program, on a device that traces: a step need not know of it.
+        read: Reads scalars from the device, in one go.
     """
 
     def __init__(
@@ -198,6 +200,7 @@ class Hand:
         model: Callable[[], nn.Module],
         move: Callable[[Any], Any],
         cut: Callable[[], object] | None = None,
+        read: Callable[[list[torch.Tensor]], list[float]] = read_together,
     ) -> None:
         self.position = position
         self.schedulers = dict(schedulers)
@@ -210,6 +213,7 @@ class Hand:
         self._move: Callable[[Any], Any] | None = move
         self._handle: Stepper | None = Stepper(self)
         self._cut: Callable[[], object] | None = cut if "sync" in protocol.events else None
+        self._read = read
         self._values: dict[str, list[Any]] = {}
         self._epochs: dict[str, list[Any]] = {}
 
@@ -251,6 +255,18 @@ class Hand:
                 self._values.setdefault(name, []).append(_detached(value))
         return loss.detach()
 
+    def cut_within_update(self) -> None:
+        """Where the backend wants it, end the program of one evaluation of many in an update."""
+        if self._cut is not None:
+            updating = self.position.updating
+            self._cut()
+            self.position.updating = updating
+
+    def updated(self) -> None:
+        """An update has ended; where programs are cut, the cut carries it out."""
+        if self._cut is None:
+            self.position.updating = False
+
     def cut(self) -> None:
         """Where the backend wants it, end the program of a micro-batch: once for all optimizers."""
         if self._cut is not None:
@@ -266,12 +282,12 @@ class Hand:
     def read(self) -> None:
         """What the function returned beside the loss, as numbers: nothing of it stands on the device then."""
         for name, found in (*self._values.items(), *self._epochs.items()):
-            found[:] = [_number(name, value) for value in found]
+            found[:] = self._numbers(name, found)
 
     def metrics(self) -> dict[str, float]:
         """The means of what the function returned beside the loss, since the last report."""
         values, self._values = self._values, {}
-        return _means(values)
+        return self._means(values)
 
     def remarks(self) -> list[str]:
         """What is worth saying at the end of training about what was not used."""
@@ -286,7 +302,19 @@ class Hand:
     def epoch_metrics(self) -> dict[str, float]:
         """The means over the epoch of what is to be averaged over it."""
         values, self._epochs = self._epochs, {}
-        return _means(values)
+        return self._means(values)
+
+    def _means(self, values: Mapping[str, list[Any]]) -> dict[str, float]:
+        return {name: sum(self._numbers(name, found)) / len(found) for name, found in values.items()}
+
+    def _numbers(self, name: str, values: list[Any]) -> list[float]:
+        """Values as numbers; those on the device are read in one go."""
+        there = [one for one in values if isinstance(one, torch.Tensor) and not one.ndim]
+        known = iter(self._read(there) if there else ())
+        return [
+            next(known) if isinstance(one, torch.Tensor) and not one.ndim else _number(name, one)
+            for one in values
+        ]
 
     def let_go(self) -> None:
         """Hold nothing any more."""
@@ -300,10 +328,6 @@ class Hand:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _means(values: Mapping[str, list[Any]]) -> dict[str, float]:
-    return {name: sum(_number(name, one) for one in found) / len(found) for name, found in values.items()}
 
 
 def _number(name: str, value: Any) -> float:

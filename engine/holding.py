@@ -6,6 +6,7 @@ keeps a run's error, its outcome or its handle keeps nothing else of it alive.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -137,12 +138,32 @@ class Holding:
         """A tensor of the device where it can be computed with: on a lazy one that would be a program."""
         return self._adapter.fetch(tensor) if self._adapter.lazy else tensor
 
-    def cut(self, serving: bool = False) -> None:
-        """On a lazy device a program ends here, and is compiled if it is new: that takes a while."""
+    def cut(self) -> None:
+        """On a lazy device the program of a micro-batch ends here, and is compiled if it is new.
+
+        Only then is an update done: until the cut has returned, a fault leaves a half-applied one.
+        """
+        self._cut(self._position.step + 1)
+        self._position.updating = False
+
+    def _cut(self, step: int = 0) -> None:
         position = self._position
-        doing, position.doing = position.doing, "compiling, or running a program"
-        self._adapter.cut(serving)
-        position.doing = doing
+        position.cutting = time.monotonic()
+        try:
+            self._adapter.cut(step)
+        finally:
+            position.cutting = 0.0
+
+    def run_what_was_traced(self) -> None:
+        """On a lazy device, between two steps: its generator, which each cut moves on, is put back."""
+        state = self._adapter.random_state()
+        self._cut()
+        self._adapter.set_random_state(state)
+
+    def drop_gradients(self) -> None:
+        """What a fault left half traced need not be compiled for gradients that nobody uses any more."""
+        for parameter in self.model.parameters() if self.model is not None else ():
+            parameter.grad = None
 
     def check(self, when: str) -> None:
         """Observe that the optimizer holds what trains, its state stands right, and ties are ties.

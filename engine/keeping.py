@@ -149,7 +149,15 @@ class Keeper:
         if saved is None:
             raise CheckpointError("there is no checkpoint to go on from")
         state = Store(saved.path.parent).read(saved)
-        extra = {**parts.extra, **_device_random(adapter)}
+        device = _device_random(adapter)
+        if bool(device) != ("device" in state["extra"]):
+            self._say(
+                "the checkpoint is of another kind of device: this one's random generator goes on from where "
+                "it is, so what is drawn there differs from a run that was never interrupted"
+            )
+            device = {}
+            state["extra"] = {name: one for name, one in state["extra"].items() if name != "device"}
+        extra = {**parts.extra, **device}
         restore(state, parts.model, parts.optimizers, parts.schedulers, extra=extra)
         position.step, position.epoch = saved.step, saved.epoch
         self._say(

@@ -114,6 +114,7 @@ class Phases(Holding):
                 self.placed_model,
                 self._move,
                 self.cut,
+                self._adapter.read,
             )
             self.stepping.begin_by_hand(hand, self.optimizers)
             return
@@ -193,10 +194,15 @@ class Phases(Holding):
     def _save(self) -> None:
         if self.keeper is None:
             raise TaskError("this run keeps no checkpoints")
+        if self._adapter.lazy:
+            self.run_what_was_traced()  # or each tensor that is fetched would be a program
         self.keeper.save(self._kept(), self._position, self._adapter)
 
     def _rescue(self) -> None:
         if self.keeper is not None:
+            if self._adapter.lazy:
+                deadline = self._options.deadline
+                bounded(self.run_what_was_traced, deadline, "running what was traced, for the rescue")
             fetch = self._fetch_in_time if self._adapter.copies else None
             self.keeper.save(self._kept(), self._position, self._adapter, fetch)
 
@@ -236,12 +242,12 @@ class Phases(Holding):
             self._fetch,
             self._position,
             self._generators(),
-            self._cut(),
+            self._ends_a_program(),
         )
 
-    def _cut(self) -> Callable[[], object]:
-        """What ends the program of a batch."""
-        return (lambda: self.cut(serving=True)) if self._adapter.lazy else nothing
+    def _ends_a_program(self) -> Callable[[], object]:
+        """What ends the program of a batch that is evaluated or predicted on."""
+        return self._cut if self._adapter.lazy else nothing
 
     def _generators(self) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
         """How the state of the device's random generator is read and put back, where there is a device."""
@@ -275,7 +281,7 @@ class Phases(Holding):
             self._todo().batch_size,
             self._position,
             self._generators(),
-            self._cut(),
+            self._ends_a_program(),
             self._adapter.read,
         )
 

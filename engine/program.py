@@ -101,9 +101,10 @@ class StepProgram:
         problems = [f"'{name}' is not bound: {self.bindings[name]}" for name in missing]
         problems += [f"'{name}' is not used by it: remove it" for name in foreign]
         _refuse("the step function", problems)
-        # No builtins: the source was read, and uses none. The function leaves its own globals, or it
-        # would be part of a cycle, and only the garbage collector could free what it holds.
-        namespace: dict[str, Any] = {**bindings, "__builtins__": {}}
+        # No builtins: the source was read, and uses none; but C code that is called from it may import, and
+        # takes that from here (torch 2.9 does, under a dispatch mode). The function leaves its own globals,
+        # or it would be part of a cycle, and only the garbage collector could free what it holds.
+        namespace: dict[str, Any] = {**bindings, "__builtins__": {"__import__": __import__}}
         exec(_compiled(self.source), namespace)  # noqa: S102 - our own source, read back and proved
         step: Step = namespace.pop("step")
         return step

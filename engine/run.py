@@ -146,6 +146,9 @@ class Run:
         asked = _ASKED.get(position.request, "")
         if self._closed.is_set():
             doing = "closed"
+        elif position.cutting:
+            seconds = time.monotonic() - position.cutting
+            doing = f"{asked}compiling, or beginning a program, for {seconds:.1f} s"
         elif position.doing and self.phase == "training":
             seconds = time.monotonic() - position.since
             doing = f"{asked}in {position.doing}, {seconds:.1f} s since the last report"

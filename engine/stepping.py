@@ -46,6 +46,9 @@ class Observer(Protocol):
     def cut(self) -> None:
         """A micro-batch's program ends."""
 
+    def run_what_was_traced(self) -> None:
+        """What was computed between two steps is no part of the next one's program."""
+
 
 class Stepping:
     """The step of one run, once its optimizer is built.
@@ -155,11 +158,12 @@ class Stepping:
         self._optimizers = (parts.optimizer,)
         if "sync" in self._program.bindings:
             self._lazy, more = True, {**more, "sync": self._observed().cut}
+        at = _UntilCut(self._position) if self._lazy else self._position
         bindings: dict[str, Any] = {
             "zero": parts.optimizer.zero_grad,
             "backward": cast("Callable[[torch.Tensor], None]", torch.Tensor.backward),
             "apply": parts.optimizer.step,
-            "at": self._position,
+            "at": at,
             "detach": torch.Tensor.detach,
             **more,
         }
@@ -170,7 +174,7 @@ class Stepping:
             forward = running.forward(forward) if running.forward is not None else forward
         bindings["forward"] = forward
         self._plain = self._program.bind(**bindings)
-        checks = {"forward": self._with_checks(forward), "at": _Checkpoint(self)}
+        checks = {"forward": self._with_checks(forward), "at": _Checkpoint(self, at)}
         self._checked = self._program.bind(**{**bindings, **checks})
         self._generated = [self._plain, self._checked]
 
@@ -220,11 +224,16 @@ class Stepping:
         run.check("before the first step")
         model = run.placed_model()
         facts.check_mode(model)
+        if self._lazy:
+            run.run_what_was_traced()  # by the optimizer function, for instance
         before = facts.fingerprints(model, run.look)
         loss: torch.Tensor = checked(batch)
         if self._nonfinite == "error" and self._lazy:
-            # Not in between: to read a value there would be a program of its own, to be compiled.
+            # Not in between: to read a value there would be a program of its own, to be compiled. By now the
+            # update is done, and the parameters are nothing to be saved.
+            self._position.updating = True
             facts.check_finite(run.look(loss), self._position.step + 1)
+            self._position.updating = False
         if self._updated:
             did, looked_at = facts.changed(before, model, run.look)
             run.say(f"{did} of {looked_at} parameters changed in the first update")
@@ -267,16 +276,33 @@ class Stepping:
 class _Checkpoint:
     """Stands for the position in the checked program: looks at the gradients before the first update."""
 
-    def __init__(self, stepping: Stepping) -> None:
-        self._stepping = stepping
+    def __init__(self, stepping: Stepping, at: Any) -> None:
+        self._stepping, self._at = stepping, at
 
     @property
     def updating(self) -> bool:
         """Whether an update is going on."""
-        return self._stepping._position.updating
+        return bool(self._at.updating)
 
     @updating.setter
     def updating(self, value: bool) -> None:
         if value:
             self._stepping._before_update()
-        self._stepping._position.updating = value
+        self._at.updating = value
+
+
+class _UntilCut:
+    """Stands for the position where a device is lazy: an update goes on until the cut that carries it out."""
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is going on."""
+        return self._position.updating
+
+    @updating.setter
+    def updating(self, value: bool) -> None:
+        if value:
+            self._position.updating = True

@@ -160,10 +160,11 @@ class _Determinism(Switch):
 
     def read_own(self, wanted: Any, before: Any) -> Any:
         # The compiler's flag, which `use_deterministic_algorithms` sets, is a context variable.
-        return _compiler().deterministic
+        return getattr(_compiler(), "deterministic", None)  # torch 2.9 has none
 
     def restore_own(self, own: Any, others: Any) -> None:
-        _compiler().deterministic = own
+        if own is not None:
+            _compiler().deterministic = own
 
 
 def _compiler() -> Any:

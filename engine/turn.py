@@ -138,7 +138,7 @@ class Turn:
         self.begin_update(optimizer, hand)
         self._apply(optimizer.step)
         self._fire("update", "apply", "updated")
-        hand.position.updating = False
+        hand.updated()
 
     def minimize(self, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One update of an optimizer that evaluates the loss several times for it (`torch.optim.LBFGS`).
@@ -168,7 +168,7 @@ class Turn:
                 "`backward` and `update` with it"
             )
         self._fire("minimize", "apply", "updated")
-        hand.position.updating = False
+        hand.updated()
         return first
 
     def skip(self) -> None:
@@ -300,6 +300,7 @@ class _Asked:
             loss = self.loss_of()
         facts.check_loss(loss)
         loss.backward()
+        self.hand.cut_within_update()  # the optimizer reads the loss next, of a program without an end
         if self.first is None:
             self.first = loss.detach()
             self.turn.begin_update(self.optimizer, self.hand)

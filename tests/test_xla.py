@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlock as il
 from interlock.backends import tpu, xla_calls
-from interlock.backends.adapter import Adapter
+from interlock.backends.adapter import Adapter, DeviceFacts
 from interlock.backends.contract import AdapterContract
 from interlock.backends.double import ReplacingDouble
-from interlock.backends.errors import DeviceUnavailable
+from interlock.backends.errors import DeviceInUse, DeviceUnavailable
 from interlock.backends.monitors import XLA
 from interlock.backends.registry import AUTO, adapter_class, monitor
 from interlock.backends.tpu import TpuAdapter
@@ -94,6 +95,20 @@ def test_tpu_says_why_it_is_unavailable(
     assert bool(TpuAdapter.unavailable()) == bool(says)
 
 
+def test_the_tpus_generator_is_asked_by_what_torch_tpu_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `get_rng_state` raises on this torch, for whoever is not torch itself."""
+    generator = torch.Generator()
+    theirs = SimpleNamespace(default_generators=(generator,))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: theirs)
+    calls = tpu.Calls()
+    calls.seed(3)
+    assert generator.initial_seed() == 3
+    before = calls.random_state()
+    drawn = torch.rand(2, generator=generator)
+    calls.set_random_state(before)
+    assert torch.equal(torch.rand(2, generator=generator), drawn)
+
+
 @pytest.mark.parametrize("name", ["xla", "tpu"])
 def test_without_it_a_run_is_refused_with_the_reason(name: str) -> None:
     reason = adapter_class(name).unavailable()
@@ -152,8 +167,8 @@ class Answers:
     def __init__(self) -> None:
         self.now = Counted(0, 10, 1.0, 0)
 
-    def begin(self) -> None:
-        return
+    def begin(self) -> DeviceFacts:
+        return DeviceFacts(torch.device("xla", 0), "XLA on CPU")
 
     def counted(self) -> Counted:
         return self.now
@@ -167,37 +182,63 @@ class Answers:
     def cut(self) -> None:
         return
 
+    def random_state(self) -> int:
+        return 5
+
+    def set_random_state(self, state: int) -> None:
+        assert state == 5
+
+    def wait(self) -> None:
+        return
+
     def compile(self, seconds: float) -> None:
         self.now = Counted(self.now.live, self.now.programs + 1, self.now.seconds + seconds, self.now.reads)
 
 
 def measured(*compiled: int, cuts: int = 10, reads: int = 0) -> tuple[str, ...]:
-    """The remarks of a run in which programs were compiled at these micro-batches."""
+    """The remarks of a run in which programs were compiled in these steps."""
     adapter, answers = XlaAdapter(), Answers()
     adapter.calls = answers  # type: ignore[assignment]
     adapter._take()
     for cut in range(1, cuts + 1):
         if cut in compiled:
             answers.compile(0.5)
-        adapter.cut()
+        adapter.cut(cut)
     answers.compile(0.25)
-    adapter.cut(serving=True)  # a validation's is due whenever it comes
+    adapter.cut()  # an evaluation's is due whenever it comes
     answers.now = Counted(0, answers.now.programs, answers.now.seconds, reads)
     assert adapter._measure() == ()
     return adapter.remarks()
 
 
 def test_compilations_are_counted_and_late_ones_explained() -> None:
-    assert measured(1, 2) == ("XLA compiled 3 programs in 1.2 s",)
+    assert measured(1, 2) == ("ran as XLA on CPU", "XLA compiled 3 programs in 1.2 s")
     several = measured(1, 2, 4, 5, 6, 7, 8, 9)
-    assert "late, after micro-batches 4, 5, 6, 7, 8 and 1 more of 10" in several[1]
+    assert "as late as in step 4, 5, 6, 7, 8 and 1 more, for 3.0 s" in several[2]
+
+
+def test_what_was_compiled_before_a_pause_counts_as_well() -> None:
+    adapter, answers = XlaAdapter(), Answers()
+    adapter.calls = answers  # type: ignore[assignment]
+    adapter._take()
+    answers.compile(1.0)
+    adapter.cut(1)
+    assert adapter._measure() == ()
+    adapter._take()  # the device was lent out, and is taken again
+    answers.compile(2.0)
+    adapter.cut(2)
+    assert adapter._measure() == ()
+    assert "XLA compiled 2 programs in 3.0 s" in adapter.remarks()
+    adapter._take()  # by another run
+    assert adapter._measure() == ()
+    assert adapter.remarks() == ("ran as XLA on CPU",)
 
 
 def test_values_that_were_read_are_counted() -> None:
-    assert "one by one 7 times" in measured(1, reads=7)[-1]
+    assert "in its place, 7 times" in measured(1, reads=7)[-1]
 
 
-def test_what_nobody_can_see_is_left_of_an_unknown_size_and_beside_another_run_nothing_is_known() -> None:
+def test_what_nobody_can_see_is_left_of_an_unknown_size() -> None:
     adapter, answers = XlaAdapter(), Answers()
     adapter.calls = answers  # type: ignore[assignment]
     answers.now = Counted(4, 10, 1.0, 0)
@@ -208,15 +249,14 @@ def test_what_nobody_can_see_is_left_of_an_unknown_size_and_beside_another_run_n
     assert left is not None
     assert [one.nbytes for one in left] == [1, 1]
     assert "graph" in left[0].origin
-    adapter._beside = True
-    assert adapter._measure() is None
 
 
 @pytest.mark.parametrize(
     ("error", "dead"),
     [
         (RuntimeError("INTERNAL: Core halted unexpectedly: INTERNAL: Accelerator device halted"), True),
-        (RuntimeError("UNAVAILABLE: Socket closed"), True),
+        (RuntimeError("UNAVAILABLE: Socket closed"), False),  # a loader's, perhaps
+        (RuntimeError("cannot lock /data/shard-3: device or resource busy"), False),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes"), False),
         (RuntimeError("mm(): cannot matrix-multiply tensors"), False),
         (ValueError("Core halted unexpectedly"), False),
@@ -242,14 +282,14 @@ class Lazy(ReplacingDouble):
         self.traced = False
         self.read_early: list[str] = []
         self.cuts = 0
-        self.most = 0
-        self._micro = 0
+        self.steps: list[int] = []
 
     def session(self) -> Any:
         return _Tracing(self)
 
-    def _cut(self, serving: bool) -> None:
+    def _cut(self, step: int) -> None:
         self.cuts += 1
+        self.steps.append(step)
         self.traced = False
 
     def _sync(self) -> None:
@@ -312,7 +352,9 @@ def test_nothing_is_read_in_a_step_and_each_micro_batch_is_cut(window: int) -> N
     outcome = il.Engine(adapter, report_every=2).fit(what, batches(4 * window), validate=batches(2), epochs=2)
     left_clean(outcome)
     assert adapter.read_early == []
-    assert adapter.cuts == 2 * (4 * window + 2)
+    first = 1  # of what the optimizer function may have computed
+    assert adapter.cuts == first + 2 * (4 * window + 2)
+    assert adapter.steps[first : first + window + 1] == [1] * window + [2]
     assert {"loss", "grad_norm", "val_loss", "val_right"} <= set(outcome.metrics)
 
 
@@ -324,7 +366,7 @@ def test_a_loss_that_is_no_number_is_found_right_after_the_first_step() -> None:
         .wait(60)
     )
     failed(outcome, il.errors.NonFiniteLoss)
-    assert adapter.cuts == 1
+    assert adapter.cuts == 2  # before the first step, and after it
     assert adapter.read_early == []
 
 
@@ -382,14 +424,103 @@ def test_in_a_snapshot_a_compilation_is_told_from_the_users_code() -> None:
     seen: list[str] = []
 
     class Slow(Lazy):
-        def _cut(self, serving: bool) -> None:
-            super()._cut(serving)
+        def _cut(self, step: int) -> None:
+            super()._cut(step)
             seen.append(run.snapshot().doing)
 
     run = il.Engine(Slow()).start(task(), batches(2))
     left_clean(run.wait(60))
-    assert all("compiling, or running a program" in one for one in seen)
-    assert len(seen) == 2
+    assert all("compiling, or beginning a program, for " in one for one in seen)
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_update_is_done_when_its_program_was_begun_and_not_before(tmp_path: Path, by_hand: bool) -> None:
+    class Fails(Lazy):
+        def _cut(self, step: int) -> None:
+            if step == 3:
+                raise RuntimeError("planted: the program cannot be compiled")
+            super()._cut(step)
+
+    def step(step: il.Stepper, batch: Any) -> torch.Tensor:
+        step.zero()
+        loss = loss_of(step.model, batch)
+        step.backward(loss)
+        step.update()
+        return loss
+
+    what = task(step=step, loss=None) if by_hand else task()
+    keep = il.Checkpoints(tmp_path)
+    outcome = il.Engine(Fails()).start(what, batches(5), checkpoints=keep).wait(60)
+    failed(outcome, RuntimeError)
+    assert ("updating", "fail") in [(entry.source, entry.event) for entry in outcome.history]
+    assert "rescue" not in [entry.event for entry in outcome.history]
+    assert outcome.steps == 2
+
+
+def test_a_rescue_runs_what_was_traced_first(tmp_path: Path) -> None:
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        if adapter.cuts == 4:
+            raise ValueError("planted")
+        return loss_of(model, batch)
+
+    adapter = Lazy()
+    keep = il.Checkpoints(tmp_path)
+    outcome = il.Engine(adapter).start(task(loss=loss), batches(5), checkpoints=keep).wait(60)
+    failed(outcome, ValueError)
+    events = [entry.event for entry in outcome.history]
+    assert "rescued" in events
+    assert adapter.cuts == 5
+    assert adapter.read_early == []
+
+
+def test_gradients_of_a_broken_off_step_are_dropped_before_the_device_is_waited_for() -> None:
+    seen: list[bool] = []
+
+    class Waits(Lazy):
+        def _sync(self) -> None:
+            seen.append(any(parameter.grad is not None for parameter in model.parameters()))
+            super()._sync()
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        loss_of(model, batch).backward()
+        raise ValueError("planted")
+
+    model = net()
+    failed(il.Engine(Waits()).start(task(model=model, loss=loss), batches(1)).wait(60), ValueError)
+    assert seen == [False]
+
+
+def test_a_second_run_at_the_same_time_is_refused_where_work_is_cut_for_the_whole_process() -> None:
+    other = XlaAdapter()
+    with pytest.raises(DeviceInUse, match="cannot share it"):
+        _both_take(other, XlaAdapter())
+
+
+def _both_take(one: XlaAdapter, other: XlaAdapter) -> None:
+    for adapter in (one, other):
+        adapter.calls = Answers()  # type: ignore[assignment]
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(XlaAdapter, "unavailable", classmethod(lambda _: ""))
+            one.acquire()
+            other.acquire()
+    finally:
+        one.free()
+
+
+def test_a_checkpoint_of_a_device_without_a_generator_can_be_resumed_on_one_with(tmp_path: Path) -> None:
+    class Random(ReplacingDouble):
+        def random_state(self) -> torch.Tensor | None:
+            return torch.zeros(3)
+
+    for first, second in ((ReplacingDouble, Random), (Random, ReplacingDouble)):
+        folder = il.Checkpoints(tmp_path / first.__name__, every_epochs=1)
+        il.Engine(first()).fit(task(), batches(2), checkpoints=folder)
+        outcome = il.Engine(second()).fit(task(), batches(2), epochs=2, checkpoints=folder, resume=True)
+        left_clean(outcome)
+        assert outcome.steps == 4
+        assert any("of another kind of device" in note for note in outcome.notes)
 
 
 def test_exit_policies_where_placement_makes_new_parameters() -> None:
