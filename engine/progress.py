@@ -32,6 +32,8 @@ WINDOW = 5.0
 """The rate is that of the last so many seconds."""
 EVERY = 10.0
 """Without a terminal: seconds between two lines in mid-epoch."""
+COMPILES = 1.0
+"""Seconds after which a program that a lazy device begins is said to be compiled."""
 BACK, GOING, DONE = "bright_black", "cyan", "green"
 """The bar. Rich's own colours are shades that a terminal of 16 colours does not have."""
 
@@ -138,6 +140,12 @@ class Progress:
         seconds = now - samples[0][0]
         return (step - samples[0][1]) / seconds if seconds > 0 else 0.0
 
+    def _compiles(self) -> str:
+        """On a lazy device, while a program is compiled: that, and for how long."""
+        since = self.position.cutting
+        seconds = time.monotonic() - since if since else 0.0
+        return f"compiling {_clock(seconds)}" if seconds >= COMPILES else ""
+
     # -- on a terminal --------------------------------------------------------------------------------
 
     def render(self) -> RenderableType:
@@ -169,8 +177,9 @@ class Progress:
         """The words beside the bar, the most important first: a narrow terminal cuts the others off."""
         parts = [f"epoch {min(self.position.epoch + 1, self.epochs)}/{self.epochs}"]
         parts.append(f"step {step}/{total}" if total else f"step {step}")
-        if self.status or self.phase != "training":
-            parts.append(self.status or self.phase)
+        compiles = self._compiles()
+        if self.status or self.phase != "training" or compiles:
+            parts.append(self.status or compiles or self.phase)
         else:
             parts.append(f"{_short(self.rate())}/s")
         parts.append(_clock(time.monotonic() - self.begun))
@@ -191,7 +200,8 @@ class Progress:
     def _say(self, epoch: int, step: int) -> None:
         self._told = time.monotonic()
         of = f"/{self.per_epoch * self.epochs}" if self.per_epoch else ""
-        how = f"{_short(self.rate())} steps/s" if self.phase == "training" else self.phase
+        rate = f"{_short(self.rate())} steps/s" if self.phase == "training" else self.phase
+        how = self._compiles() or rate
         numbers = ", ".join(_numbers(dict(self.metrics)))
         text = f"epoch {epoch + 1}/{self.epochs}, step {step}{of}, {how}"
         self._line(f"{text}: {numbers}" if numbers else text)

@@ -75,7 +75,7 @@ def fake(data: Any = None, phase: str = "created") -> Any:
 
     session, driver, position = Thing(), Thing(), Thing()
     driver.phase = phase  # type: ignore[attr-defined]
-    position.step, position.epoch = 0, 0  # type: ignore[attr-defined]
+    position.step, position.epoch, position.cutting = 0, 0, 0.0  # type: ignore[attr-defined]
     session.driver, session.position = driver, position  # type: ignore[attr-defined]
     session.plan = data and Plan(data)  # type: ignore[attr-defined]
     session.task = task()  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from tools.small import batches, failed, finished, left_clean, loss_of, net, tas
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlock as il
+from interlock import progress
 from interlock.backends import tpu, xla_calls
 from interlock.backends.adapter import Adapter, DeviceFacts
 from interlock.backends.contract import AdapterContract
@@ -32,6 +33,8 @@ from interlock.backends.tpu import TpuAdapter
 from interlock.backends.xla import XlaAdapter
 from interlock.backends.xla_calls import Counted
 from interlock.cli import main
+from interlock.driver import Position
+from interlock.holding import Holding
 from interlock.program import step_program
 from interlock.specs import TRAINING, check, compose
 from interlock.steps.accumulate import Accumulate
@@ -521,6 +524,35 @@ def test_a_checkpoint_of_a_device_without_a_generator_can_be_resumed_on_one_with
         left_clean(outcome)
         assert outcome.steps == 4
         assert any("of another kind of device" in note for note in outcome.notes)
+
+
+def test_the_progress_says_that_it_compiles_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    class Slow(Lazy):
+        def _cut(self, step: int) -> None:
+            super()._cut(step)
+            if step == 2:
+                run.position.cutting -= 72.5  # as if it had begun then
+                lines.append("  ".join(shown._parts(1, None)))
+                shown._say(0, 1)
+
+    monkeypatch.setattr(progress, "_live", lambda render: None)
+    monkeypatch.setattr(progress.Progress, "_line", lambda self, text: lines.append(text))
+    session = SimpleNamespace(
+        position=Position(), plan=None, driver=SimpleNamespace(phase="training"), task=task(), served=None
+    )
+    monkeypatch.setattr(progress, "_length", lambda session: 0)
+    shown = progress.Progress(session, 1)  # type: ignore[arg-type]
+    run = session
+    adapter = Slow()
+    holding = SimpleNamespace(_position=run.position, _adapter=adapter)
+    for step in (0, 1):
+        run.position.step = step
+        Holding._cut(holding, step + 1)  # type: ignore[arg-type]
+    shown.stop()
+    assert [line for line in lines if "compiling 1:12" in line] == lines[-2:]
+    assert run.position.cutting == 0.0
 
 
 def test_exit_policies_where_placement_makes_new_parameters() -> None:
