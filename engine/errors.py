@@ -235,6 +235,10 @@ class SweepError(InterlockError):
     """A sweep cannot be carried out, or cannot go on; the message says what to do instead."""
 
 
+class UnknownCell(SweepError):
+    """There is no cell of that id in this sweep."""
+
+
 class CheckMisused(InterlockError):
     """A check was put where it would not check what it says."""
 
@@ -331,6 +335,7 @@ __all__ = [
     "TaskError",
     "TensorsLeft",
     "UndeclaredChange",
+    "UnknownCell",
     "UnknownName",
     "UnusedParameterWarning",
 ]

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .choices import UsageError, writable
+from .errors import UnknownCell
 from .loading import task_from
 from .messages import say, warn
-from .sweep_points import UnknownCell
 
 if TYPE_CHECKING:
     from .rehearsal_report import Rehearsal

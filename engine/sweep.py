@@ -23,7 +23,7 @@ from typing import Any, get_args
 from interlock.backends.adapter import Adapter
 from interlock.backends.registry import adapter_class
 
-from .errors import SweepError
+from .errors import SweepError, UnknownCell
 from .options import ExitPolicy
 from .sweep_cell import tried
 from .sweep_enumerate import enumerated, one_cell
@@ -34,7 +34,6 @@ from .sweep_points import (
     InjectedFault,
     Point,
     Settings,
-    UnknownCell,
     cells_at,
     fingerprint,
     quick_cells,

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from .errors import SweepError
+from .errors import SweepError, UnknownCell
 from .sweep_arm import arm
 from .sweep_case import Reference
 from .sweep_digests import form_of, weights_of
-from .sweep_points import Cell, Point, UnknownCell, cells_at
+from .sweep_points import Cell, Point, cells_at
 from .sweep_run import Bench, Seen
 from .sweep_watch import Recording, Watching
 from .sweep_whole import knowledge

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from .errors import SweepError
-
 Layer = Literal["run", "hook", "backend", "device"]
 Stage = Literal["in", "during", "out"]
 
@@ -26,10 +24,6 @@ QUICK = 240
 
 class InjectedFault(RuntimeError):
     """The ordinary error that a sweep raises."""
-
-
-class UnknownCell(SweepError):
-    """There is no cell of that id in this sweep."""
 
 
 @dataclass(frozen=True)
