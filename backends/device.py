@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -226,8 +226,19 @@ def tensors_on(adapter: Adapter) -> Iterator[torch.Tensor]:
     them may run code of their own.
     """
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and adapter.resident(thing):
+        if stands_on(adapter, thing):
             yield thing
+
+
+def stands_on(adapter: Adapter, thing: Any) -> bool:
+    """Whether any object at all is a tensor on the device of an adapter.
+
+    The process may have tensors of kinds that the adapter never met, such as sparse ones, which have no
+    storage: what cannot be asked does not stand there.
+    """
+    with suppress(RuntimeError, NotImplementedError):
+        return type(thing) in (torch.Tensor, nn.Parameter) and adapter.resident(thing)
+    return False
 
 
 def bytes_of(adapter: Adapter, tensors: Iterable[torch.Tensor]) -> int:

@@ -58,10 +58,11 @@ def with_owners(leftovers: Iterable[Leftover], adapter: Adapter) -> tuple[Leftov
         leftovers: As the backend reported them.
         adapter: Finds the tensors.
     """
+    from interlock.backends.device import stands_on  # loads torch
+
     until = time.monotonic() + SECONDS
-    torch = torch_module()
     # Held meanwhile: so the adapter finds among all tensors also those that Python had none of.
-    pieces = standing(lambda one: type(one) in (torch.Tensor, torch.nn.Parameter) and adapter.resident(one))
+    pieces = standing(lambda one: stands_on(adapter, one))
     finder = Finder(pieces.values(), until, own=[pieces])
     told: dict[int, list[Owner]] = {}
     # What a graph keeps is the slowest to search for, and follows from what holds the graph.

@@ -84,6 +84,7 @@ ALLOWED = (
         Allowed("logger", f"{name}: set to *", "torch sets up its logs when a part of it is first imported")
         for name in ("torch*", "strobelight*", "c10d*")
     ),
+    Allowed("logger", "torch.__trace*", "torch's compiler takes its first handler off when it first traces"),
     Allowed("warning filter", "*numpy.* size changed*", "numpy, when first imported"),
     Allowed("warning filter", "*numpy.exceptions.RankWarning*", "numpy, when first imported"),
     Allowed("warning filter", "*torch::jit::fuser::cuda*", "torch, when first imported"),

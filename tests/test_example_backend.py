@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
-from tools.small import batches, task
+from tools.small import batches, loss_of, task
 
 import interlock as il
 from interlock.backends.adapter import Adapter
@@ -95,6 +95,22 @@ def test_a_release_that_fails_twice_is_abandoned_by_its_name() -> None:
     outcome = il.Engine(Rusty()).start(task(), batches(2)).wait(60)
     assert outcome.abandoned == ("key",)
     assert isinstance(outcome.error, OSError)
+
+
+def test_tensors_that_the_adapter_cannot_be_asked_about_are_none_of_its_own() -> None:
+    """They are somebody else's, and have no storage: a report on what is left must not fail for them."""
+    theirs = torch.eye(3).to_sparse()
+    with pytest.raises(NotImplementedError):
+        example.Shelf().resident(theirs)
+    held: list[torch.Tensor] = []
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        held[:] = [batch[0]]
+        return loss_of(model, batch)
+
+    outcome = il.Engine(example.Shelf()).fit(task(loss=loss), batches(2))
+    assert outcome.residue.bytes == held[0].nbytes
+    assert theirs.is_sparse
 
 
 def test_an_action_is_how_the_resource_ends_in_that_phase() -> None:

@@ -247,7 +247,7 @@ def test_a_longer_path_is_named_rather_than_one_through_a_traceback(where: str) 
     # It is named if there is no other.
     del HELD["deep"]
     found = leaks.live_tensors(counts)
-    assert [".__traceback__ -> local 'held' of " in leak.owners[0] for leak in found] == [True]
+    assert any(".__traceback__ -> local 'held' of " in leak.owners[0] for leak in found)
 
 
 def test_an_object_of_the_program_without_a_name_is_told_rather_than_frames_of_the_engine() -> None:

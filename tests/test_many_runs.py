@@ -137,10 +137,10 @@ def test_nothing_grows(backend: str):
                 resident = resident_bytes()
         grown = resident_bytes() - resident
         assert live_tensors() - tensors == 0
+        assert (threading.active_count(), system_threads()) == threads
+        # Children, descriptors, and all else that the fixture looks at.
+        assert process_state.settled(before) == []
     assert failed == RUNS // 3
-    assert (threading.active_count(), system_threads()) == threads
-    # Children, descriptors, and all else that the fixture looks at.
-    assert process_state.settled(before) == []
     assert grown < SLACK, f"{grown / 2**20:.1f} MiB"
 
 
