@@ -75,11 +75,6 @@ ALLOWED = (
         "SIGCHLD: * became <function _set_SIGCHLD_handler*",
         "torch's loader watches its workers; set once, with the first worker, on the main thread",
     ),
-    Allowed(
-        "interpreter",
-        "garbage collection's callbacks: * became *hypothesis.internal*",
-        "Hypothesis measures, from its first example on, how long the collector takes",
-    ),
     *(
         Allowed("logger", f"{name}: set to *", "torch sets up its logs when a part of it is first imported")
         for name in ("torch*", "strobelight*", "c10d*")
