@@ -138,6 +138,10 @@ class Adapter:
         """Give the device back. Idempotent; also called when `acquire` failed half way."""
         self._free()
 
+    def forget(self) -> None:
+        """The run has given the device up, since it could not be given back. Calls nothing on it."""
+        return
+
     def releases(self) -> Mapping[str, Callable[[], None]]:
         """Resource -> how this backend gives it back: idempotent, also for what is half there.
 

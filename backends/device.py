@@ -176,6 +176,12 @@ class DeviceAdapter(Adapter):
             _here[self.device].discard(self)
             self._taken = False
 
+    def forget(self) -> None:
+        """Other runs may have the device, as far as this adapter goes."""
+        with _lock:
+            _here.get(self.device, weakref.WeakSet()).discard(self)
+            self._taken = False
+
     def _alone(self) -> bool:
         """Whether no other run of this process has the device now."""
         with _lock:
@@ -219,6 +225,9 @@ def message_of(error: BaseException) -> str:
     return args[0] if args and type(args[0]) is str else ""
 
 
+_KINDS = (torch.Tensor, nn.Parameter)
+
+
 def tensors_on(adapter: Adapter) -> Iterator[torch.Tensor]:
     """The tensors that Python knows of and that stand on the device of an adapter.
 
@@ -236,9 +245,12 @@ def stands_on(adapter: Adapter, thing: Any) -> bool:
     The process may have tensors of kinds that the adapter never met, such as sparse ones, which have no
     storage: what cannot be asked does not stand there.
     """
-    with suppress(RuntimeError, NotImplementedError):
-        return type(thing) in (torch.Tensor, nn.Parameter) and adapter.resident(thing)
-    return False
+    if type(thing) not in _KINDS:  # nearly all of them
+        return False
+    try:
+        return adapter.resident(thing)
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 def bytes_of(adapter: Adapter, tensors: Iterable[torch.Tensor]) -> int:

@@ -105,7 +105,7 @@ class Work(Phases):
                 given["device"],
                 copy=self._with_random_state(given["device"].copy),
                 commit=lambda _: leases.give_back(self._token),
-                forget=lambda: leases.give_back(self._token),
+                forget=self._forget_device,
             )
         return own | given
 
@@ -118,6 +118,10 @@ class Work(Phases):
             return free()
 
         return call
+
+    def _forget_device(self) -> None:
+        leases.give_back(self._token)
+        self._adapter.forget()
 
     def _refuse_clash(
         self, method: str, kind: str, own: Mapping[str, object], theirs: Mapping[str, object]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 from tools.small import batches, task
@@ -50,6 +51,7 @@ def test_random_runs_keep_every_promise() -> None:
     run_state_machine_as_test(machine_for(XlaAdapter, tolerance=1e-6), settings=few)
 
 
+@pytest.mark.timeout(400)  # after each of some hundred runs every object of the process is looked at
 def test_a_fault_at_each_point_ends_clean() -> None:
     what = task(data=lambda: il.Data(batches(2), batches(1)))
     report = sweep(what, backend=XlaAdapter, quick=True, progress=False, layers=("hook", "backend"))
