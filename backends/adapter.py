@@ -32,12 +32,14 @@ class Leftover:
         origin: The operation that made it, as far as the backend knows.
         owners: Paths of references that hold it, outermost first (a report fills them in).
         stack: Where it was made, innermost first, as `file:line in function`; empty where nobody noted it.
+        key: By which the adapter finds it again, for `holders`.
     """
 
     nbytes: int
     origin: str
     owners: tuple[str, ...] = ()
     stack: tuple[str, ...] = ()
+    key: object = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from interlock.specs import Monitor
 from .adapter import DeviceFacts, Leftover
 from .cuda_calls import Calls, way_of
 from .cuda_memory import Block, blocks, held_report, since
-from .device import DeviceAdapter, bytes_of, causes, message_of, tensors_on
+from .device import WithGenerator, bytes_of, causes, message_of, tensors_on
 from .errors import DeviceUnavailable
 from .monitors import CUDA
 
@@ -47,7 +47,7 @@ _TEXT = re.compile(f"({_TEXTS})")
 _LOSS = re.compile(rf"(?:CUDA(?: driver)? error|Triton Error \[CUDA\]|HIP error)\s*:\s*({_TEXTS})")
 
 
-class CudaAdapter(DeviceAdapter):
+class CudaAdapter(WithGenerator):
     """Trains on one NVIDIA GPU, and names it by its index.
 
     Args:
@@ -56,6 +56,8 @@ class CudaAdapter(DeviceAdapter):
 
     name: ClassVar[str] = "cuda"
     monitor: ClassVar[Monitor] = CUDA
+
+    calls: Calls
 
     def __init__(self, index: int = 0) -> None:
         # `torch.device` takes -1, which means "the current one": that is another one on another thread.
@@ -120,24 +122,6 @@ class CudaAdapter(DeviceAdapter):
             calls = self.calls
             return held_report(str(self.device), calls.segments(), self._index, calls.room(), sizes, stood)
         return ""
-
-    def random_state(self) -> torch.Tensor | None:
-        """The state of the device's generator, on the host; `None` while no device is acquired."""
-        if not self._taken:
-            return None
-        self._refuse_lost()
-        return self.calls.random_state()
-
-    def set_random_state(self, state: torch.Tensor | None) -> None:
-        """Let the device's generator continue from a state that `random_state` gave."""
-        self._refuse_lost()
-        if state is not None:
-            self.calls.set_random_state(state)
-
-    def seed(self, seed: int) -> None:
-        """Seed the device's generator."""
-        self._refuse_lost()
-        self.calls.seed(seed)
 
     # -- the hooks ------------------------------------------------------------------------------
 

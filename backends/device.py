@@ -195,6 +195,35 @@ class DeviceAdapter(Adapter):
             )
 
 
+class WithGenerator(DeviceAdapter):
+    """Base of the adapters of devices that have a random generator of their own.
+
+    Attributes:
+        calls: What is asked of the device; of its generator by `random_state`, `set_random_state`, `seed`.
+    """
+
+    calls: Any
+
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the device's generator, on the host; `None` while no device is acquired."""
+        if not self._taken:
+            return None
+        self._refuse_lost()
+        state: torch.Tensor = self.calls.random_state()
+        return state
+
+    def set_random_state(self, state: torch.Tensor | None) -> None:
+        """Let the device's generator go on from a state that `random_state` gave."""
+        self._refuse_lost()
+        if state is not None:
+            self.calls.set_random_state(state)
+
+    def seed(self, seed: int) -> None:
+        """Seed the device's generator."""
+        self._refuse_lost()
+        self.calls.seed(seed)
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """An exception and all that it came from: causes, contexts, members of groups, each once.
 

@@ -51,11 +51,10 @@ class SimAdapter(DeviceAdapter):
 
     def holders(self, leftover: Leftover) -> Iterable[object]:
         """The tensors over one block."""
-        if isinstance(leftover, _Left):
-            for tensor in tensors_on(self):
-                block = simulator.block_of(tensor)
-                if block is not None and block.sequence == leftover.sequence:
-                    yield tensor
+        for tensor in tensors_on(self):
+            block = simulator.block_of(tensor)
+            if block is not None and block.sequence == leftover.key:
+                yield tensor
 
     def loss(self, error: BaseException) -> str:
         """By the class of the error: the simulator raises one of its own."""
@@ -108,7 +107,7 @@ class SimAdapter(DeviceAdapter):
         # Which of two runs has made a block is not written on it.
         if blocks and self._beside:
             return None
-        return tuple(_Left.of(block) for block in blocks)
+        return tuple(_left(block) for block in blocks)
 
     def _free(self) -> None:
         super()._free()
@@ -122,15 +121,7 @@ class SimAdapter(DeviceAdapter):
 _OURS = str(Path(__file__).parents[1])
 
 
-class _Left(Leftover):
-    """A block that was left, by the number of its allocation."""
-
-    sequence: int
-
-    @classmethod
-    def of(cls, block: simulator.Block) -> _Left:
-        # The frames of the engine itself say nothing about whose it is.
-        theirs = tuple(place for place in block.stack if not place.startswith(_OURS))
-        left = cls(block.nbytes, block.operator, stack=theirs or block.stack)
-        object.__setattr__(left, "sequence", block.sequence)
-        return left
+def _left(block: simulator.Block) -> Leftover:
+    # The frames of the engine itself say nothing about whose it is.
+    theirs = tuple(place for place in block.stack if not place.startswith(_OURS))
+    return Leftover(block.nbytes, block.operator, stack=theirs or block.stack, key=block.sequence)

@@ -19,12 +19,13 @@ import torch
 from interlock.specs import Monitor
 
 from .adapter import DeviceFacts, Leftover
-from .device import DeviceAdapter, message_of, tensors_on
+from .device import WithGenerator, message_of, tensors_on
 from .tpu_monitor import TPU
 from .xla import DEAD
 
 NEEDS = (2, 11)
 """The first torch that torch_tpu works with."""
+_MADE = "a tensor made since the run began"
 
 
 class Calls:
@@ -68,7 +69,7 @@ class Calls:
         return found
 
 
-class TpuAdapter(DeviceAdapter):
+class TpuAdapter(WithGenerator):
     """Trains on one TPU.
 
     What is left is told by the tensors that Python knows of: torch_tpu tells no bytes of its own.
@@ -76,6 +77,8 @@ class TpuAdapter(DeviceAdapter):
 
     name: ClassVar[str] = "tpu"
     monitor: ClassVar[Monitor] = TPU
+
+    calls: Calls
 
     def __init__(self) -> None:
         super().__init__(Calls.device)
@@ -102,33 +105,15 @@ class TpuAdapter(DeviceAdapter):
 
     def holders(self, leftover: Leftover) -> Iterable[object]:
         """The tensors over one piece of memory, found by walking all of them."""
-        if isinstance(leftover, _Left):
-            for tensor in tensors_on(self):
-                if _storage(tensor) == leftover.storage:
+        for tensor in tensors_on(self):
+            with suppress(RuntimeError, NotImplementedError):  # a sparse tensor has no one storage
+                if _storage(tensor) == leftover.key:
                     yield tensor
 
     def loss(self, error: BaseException) -> str:
         """By the text of a `RuntimeError`, as on XLA: the hardware and its library are the same."""
         found = DEAD.search(message_of(error)) if issubclass(type(error), RuntimeError) else None
         return found[0] if found else ""
-
-    def random_state(self) -> torch.Tensor | None:
-        """The state of the device's generator, on the host; `None` while no device is acquired."""
-        if not self._taken:
-            return None
-        self._refuse_lost()
-        return self.calls.random_state()
-
-    def set_random_state(self, state: torch.Tensor | None) -> None:
-        """Let the device's generator continue from a state that `random_state` gave."""
-        self._refuse_lost()
-        if state is not None:
-            self.calls.set_random_state(state)
-
-    def seed(self, seed: int) -> None:
-        """Seed the device's generator."""
-        self._refuse_lost()
-        self.calls.seed(seed)
 
     # -- the hooks ------------------------------------------------------------------------------
 
@@ -154,7 +139,9 @@ class TpuAdapter(DeviceAdapter):
     def _measure(self) -> tuple[Leftover, ...] | None:
         new = {storage: size for storage, size in self._sizes().items() if storage not in self._stood}
         # Which of two runs has made one is not written on it.
-        return None if new and self._beside else tuple(_Left.of(*one) for one in new.items())
+        if new and self._beside:
+            return None
+        return tuple(Leftover(size, _MADE, key=storage) for storage, size in new.items())
 
     def _give_back(self) -> None:
         self._stood = frozenset()
@@ -177,15 +164,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "unknown"
-
-
-class _Left(Leftover):
-    """A piece of memory that was left, by its storage."""
-
-    storage: int
-
-    @classmethod
-    def of(cls, storage: int, nbytes: int) -> _Left:
-        left = cls(nbytes, "a tensor made since the run began")
-        object.__setattr__(left, "storage", storage)
-        return left

@@ -19,7 +19,7 @@ from interlock.specs import Monitor
 
 from . import xla_calls
 from .adapter import DeviceFacts, Leftover
-from .device import DeviceAdapter, message_of, tensors_on
+from .device import WithGenerator, message_of, tensors_on
 from .monitors import XLA
 
 DEAD = re.compile(r"Core halted unexpectedly|Accelerator device halted prematurely")
@@ -29,7 +29,7 @@ _DUE = 2
 """So many steps may need programs of their own: the first update makes the optimizer's state."""
 
 
-class XlaAdapter(DeviceAdapter):
+class XlaAdapter(WithGenerator):
     """Trains on the XLA device of this process: a TPU where there is one, else the CPU.
 
     Args:
@@ -42,6 +42,8 @@ class XlaAdapter(DeviceAdapter):
     lazy: ClassVar[bool] = True
     alone: ClassVar[bool] = True
     """What is traced is cut for the whole process: a second run's half-traced step would be cut with it."""
+
+    calls: xla_calls.Calls
 
     def __init__(self, *, spmd: bool = False) -> None:
         super().__init__(torch.device("xla", 0))
@@ -71,10 +73,9 @@ class XlaAdapter(DeviceAdapter):
 
     def holders(self, leftover: Leftover) -> Iterable[object]:
         """Found by walking all tensors; those that only an autograd graph holds are not among them."""
-        if isinstance(leftover, _Left):
-            for tensor in tensors_on(self):
-                if self.calls.number(tensor) == leftover.number:
-                    yield tensor
+        for tensor in tensors_on(self) if leftover.key is not None else ():
+            if self.calls.number(tensor) == leftover.key:
+                yield tensor
 
     def loss(self, error: BaseException) -> str:
         """By the text of a `RuntimeError`: torch_xla has no class of its own."""
@@ -92,24 +93,6 @@ class XlaAdapter(DeviceAdapter):
         """By one copy; stacking them on the device would be a program for each number of them."""
         self._refuse_lost()
         return self.calls.read(tensors) if tensors else []
-
-    def random_state(self) -> torch.Tensor | None:
-        """The state of the device's generator as eight bytes; `None` while no device is acquired."""
-        if not self._taken:
-            return None
-        self._refuse_lost()
-        return torch.tensor(list(self.calls.random_state().to_bytes(8, "little")), dtype=torch.uint8)
-
-    def set_random_state(self, state: torch.Tensor | None) -> None:
-        """Let the device's generator go on from a state that `random_state` gave."""
-        self._refuse_lost()
-        if state is not None:
-            self.calls.set_random_state(int.from_bytes(bytes(state.tolist()), "little"))
-
-    def seed(self, seed: int) -> None:
-        """Seed the device's generator, which `torch.manual_seed` leaves alone."""
-        self._refuse_lost()
-        self.calls.set_random_state(seed)
 
     def remarks(self) -> tuple[str, ...]:
         """On what it ran; how many programs were compiled, in which steps; what cut them in two."""
@@ -154,13 +137,14 @@ class XlaAdapter(DeviceAdapter):
         """
         return sum(left.nbytes for left in self._known()) if xla_calls.initialised() else 0
 
-    def _known(self, before: bool = False) -> list[_Left]:
+    def _known(self, before: bool = False) -> list[Leftover]:
         """The tensors on the device that Python knows, each once: of the run, or of before."""
-        found: dict[int, _Left] = {}
+        found: dict[int, Leftover] = {}
         for tensor in tensors_on(self):
             number = self.calls.number(tensor)
             if (number < self._first) == before:
-                found.setdefault(number, _Left.of(number, tensor))
+                nbytes, shape = tensor.numel() * tensor.element_size(), list(tensor.shape)
+                found.setdefault(number, Leftover(nbytes, f"a tensor of shape {shape}", key=number))
         return [found[number] for number in sorted(found)]
 
     def _measure(self) -> tuple[Leftover, ...] | None:
@@ -254,15 +238,3 @@ class _OneThread:
 
     def __exit__(self, *_: object) -> None:
         torch._C._set_multithreading_enabled(self._before)
-
-
-class _Left(Leftover):
-    """A tensor that was left, by its number."""
-
-    number: int
-
-    @classmethod
-    def of(cls, number: int, tensor: torch.Tensor) -> _Left:
-        left = cls(tensor.numel() * tensor.element_size(), f"a tensor of shape {list(tensor.shape)}")
-        object.__setattr__(left, "number", number)
-        return left

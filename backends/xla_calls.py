@@ -151,13 +151,18 @@ class Calls:
         """The same, and wait until it has run."""
         self._xla.sync(wait=True)
 
-    def random_state(self) -> int:
-        """The state of the generator: a whole number from 0 to 2 ** 64 - 1."""
-        return int(self._native._xla_get_rng_seed(str(self._device)))
+    def random_state(self) -> torch.Tensor:
+        """The state of the generator, which `torch.manual_seed` leaves alone: eight bytes."""
+        state = int(self._native._xla_get_rng_seed(str(self._device)))
+        return torch.tensor(list(state.to_bytes(8, "little")), dtype=torch.uint8)
 
-    def set_random_state(self, state: int) -> None:
+    def set_random_state(self, state: torch.Tensor) -> None:
         """Let the generator go on from a state."""
-        self._native._xla_set_rng_seed(state, str(self._device))
+        self.seed(int.from_bytes(bytes(state.tolist()), "little"))
+
+    def seed(self, seed: int) -> None:
+        """Let the generator begin at a number from 0 to 2 ** 64 - 1."""
+        self._native._xla_set_rng_seed(seed, str(self._device))
 
     def number(self, tensor: torch.Tensor) -> int:
         """Tells tensors of the device apart; they are counted up as they are made."""

@@ -66,11 +66,11 @@ def describe(error: BaseException) -> str:
     """
     cause = error.__cause__ if isinstance(error, InterlockError) else None
     if cause is not None and not isinstance(cause, OSError):
-        return "\n".join([f"error: {_one(error)}", *_frames(cause), _one(cause)])
-    return "\n".join([*_frames(error), f"error: {_one(error)}"])
+        return "\n".join([f"error: {one_error(error)}", *user_frames(cause), one_error(cause)])
+    return "\n".join([*user_frames(error), f"error: {one_error(error)}"])
 
 
-def _one(error: BaseException) -> str:
+def one_error(error: BaseException) -> str:
     """`Type: message`, and the notes."""
     if isinstance(error, SyntaxError):
         return "".join(traceback.format_exception_only(error)).rstrip()
@@ -82,13 +82,13 @@ def _one(error: BaseException) -> str:
     return "\n".join([f"{name}: {text}" if text else name, *map(str, getattr(error, "__notes__", ()))])
 
 
-def _frames(error: BaseException) -> list[str]:
+def user_frames(error: BaseException) -> list[str]:
     """The frames outside of Interlock, with those of what led to the error; none if it is all ours."""
     blocks: list[str] = []
     for one in reversed(list(_chain(error))):
         kept = _of_user(traceback.extract_tb(one.__traceback__))
         if kept and one is not error:
-            blocks += ["Traceback, without the frames of Interlock:", *_lines(kept), _one(one), ""]
+            blocks += ["Traceback, without the frames of Interlock:", *_lines(kept), one_error(one), ""]
             blocks += ["While that was handled, or because of it:"]
         elif kept:
             blocks += ["Traceback, without the frames of Interlock:", *_lines(kept)]

@@ -18,7 +18,7 @@ from .checkpoint import Checkpoints
 from .copies import trace_copies
 from .engine import Engine
 from .errors import InterlockError
-from .messages import _frames, _one
+from .messages import one_error, user_frames
 from .options import ExitPolicy
 from .outcome import Outcome, held_by
 from .rehearsal_report import WATCHED, Finding, Rehearsal
@@ -175,7 +175,7 @@ def _uninterrupted(outcome: Outcome) -> Outcome:
 
 def told(error: BaseException) -> str:
     """An error: what it says, then where in the task it was raised, without the frames of Interlock."""
-    return "\n".join([_one(error), *_frames(error)])
+    return "\n".join([one_error(error), *user_frames(error)])
 
 
 def _ending(outcome: Outcome) -> str:
